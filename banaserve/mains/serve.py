@@ -15,7 +15,7 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.types import ASGIApp
 
@@ -67,7 +67,7 @@ from banaserve.serving.cluster import Cluster
 from banaserve.serving.executor import MoveExecutor
 from banaserve.serving.instance import Instance
 from banaserve.serving.launch.budgets import Budgets
-from banaserve.serving.launch.engine_settings import RoleEngine
+from banaserve.serving.launch.engine_settings import EngineSettings, RoleEngine
 from banaserve.serving.launch.launcher import Launcher
 from banaserve.serving.liveness.timeouts import ClusterTimeouts
 from banaserve.serving.monitoring import metrics
@@ -75,9 +75,7 @@ from banaserve.serving.moves.coordinator import Coordinator
 from banaserve.serving.moves.guest_monitor import live_migration
 from banaserve.serving.requests.prefix_lookup import PrefixLookup
 from banaserve.serving.requests.rebalancer import Rebalancer
-from banaserve.serving.requests.residency import Residency
 from banaserve.serving.requests.router import Router
-from banaserve.serving.requests.trace_collection import TraceCollector
 from banaserve.serving.restart.admission import Admission
 from banaserve.serving.restart.rolling import Make, RollingRestarts
 from banaserve.serving.roles.drain import Drains
@@ -86,10 +84,13 @@ from banaserve.serving.scaling.autoscaler import Autoscaler
 from banaserve.serving.scaling.factory import InstanceFactory
 from banaserve.serving.scaling.node_changes import NodeChanges
 from banaserve.serving.scaling.scaler import Scaler
-from banaserve.serving.tracing.http_call import RequestTracer
+from banaserve.serving.tracing.trace_collection import TraceCollector
 
 Say = Callable[[str], None]
 T = TypeVar("T")
+
+if TYPE_CHECKING:  # OpenTelemetry is imported only if it is used
+    from banaserve.serving.tracing.otlp import OtlpTracer
 
 logger = logging.getLogger(__name__)
 _ANSWER_S, _NUM_ASKED = 30.0, 10
@@ -168,8 +169,7 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[str], None]) -> None:
                 cluster,
                 parts.launcher,
                 parts.engine_config,
-                parts.run.logs,
-                parts.run.sockets,
+                parts.run,
                 parts.config.migration_guest_share,
                 parts.config.migration_transport,
             )
@@ -270,13 +270,13 @@ async def _store(parts: Parts, say: Say) -> AsyncIterator[SupervisedStore]:
 
 
 @contextlib.asynccontextmanager
-async def _tracing(parts: Parts, collector: TraceCollector) -> AsyncIterator[RequestTracer | None]:
+async def _tracing(parts: Parts, collector: TraceCollector) -> AsyncIterator[OtlpTracer | None]:
     """Yield the tracer; None without ``--otlp-traces-endpoint``, and OpenTelemetry is not used."""
     endpoint = parts.args.otlp_traces_endpoint
     if endpoint is None:
         yield None
         return
-    from banaserve.serving.monitoring.otlp import OtlpTracer
+    from banaserve.serving.tracing.otlp import OtlpTracer
 
     try:
         exporter = get_span_exporter(endpoint)
@@ -291,16 +291,9 @@ async def _tracing(parts: Parts, collector: TraceCollector) -> AsyncIterator[Req
 
 
 def _factory(parts: Parts) -> InstanceFactory:
-    return InstanceFactory(
-        parts.engine_config,
-        parts.launcher,
-        parts.run.logs,
-        parts.run.sockets,
-        WallClock(),
-        Budgets.of(parts.config, parts.engine_config),
-        parts.instance_bytes,
-        parts.by_role,
-    )
+    budgets = Budgets.of(parts.config, parts.engine_config)
+    settings = EngineSettings(parts.engine_config, budgets, by_role=parts.by_role)
+    return InstanceFactory(settings, parts.launcher, parts.run, WallClock(), parts.instance_bytes)
 
 
 def _cluster(parts: Parts, factory: InstanceFactory) -> Cluster:
@@ -347,7 +340,7 @@ async def _connect(parts: Parts, router: Router) -> DisaggregatedClient:
     await _answered(client.adopt_engine_facts)
     cache = client.vllm_config.cache_config
     if router.policy.reads_resident_tokens and cache.enable_prefix_caching:
-        router.follow_residency(Residency(cache.block_size))
+        router.follow_residency(cache.block_size)
     if parts.config.kv_store:  # for colocated instances too: their roles may change
         asked = call(WorkerApi.banaserve_fingerprint)
         answers = await _answered(lambda: client.collective_rpc(asked.name))

@@ -15,7 +15,6 @@ from banaserve.base.net.addresses import written
 from banaserve.base.types import Distance
 from banaserve.contracts.instances import NodeStatus
 from banaserve.kvstore.daemon.options import StoreOptions
-from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.nodes import shim
 from banaserve.nodes.assignment import room
 from banaserve.nodes.client import NodeClient
@@ -24,7 +23,8 @@ from banaserve.nodes.messages import JoinSession, SessionOpened
 from banaserve.nodes.places import Places
 from banaserve.nodes.pool import NodePool, NodeWork, OnPeers, PoolNode
 from banaserve.nodes.remote_process import SOCKET_NAMES
-from banaserve.serving.launch.launcher import GuestPlace, Launcher
+from banaserve.serving.launch.launcher import GuestPlace, InstancePlace, Launcher
+from banaserve.serving.launch.messages import Order, StartEngine, StartGuest
 from banaserve.transport.registry import SHARED_MEMORY, TCP
 
 LOOKUP_STORE_SIZE = "64MiB"
@@ -120,26 +120,16 @@ class NodesLauncher(Launcher):
 
     # ---- instances
 
-    def is_local(self, instance_id: str) -> bool:
-        return False
-
-    def node_of(self, instance_id: str) -> str:
-        node = self._place.get(instance_id)
-        return node.name if node is not None else ""
+    def place_of(self, instance_id: str) -> InstancePlace:
+        if (node := self._place.get(instance_id)) is None:
+            return InstancePlace(is_local=False, is_there=False)
+        return InstancePlace(node.name, node.store, is_local=False, is_there=node.client.is_ready)
 
     def distance(self, source: str, target: str) -> Distance | None:
-        return self.pool.ways.distance(self.node_of(source), self.node_of(target))
-
-    def store_of(self, instance_id: str) -> str:
-        node = self._place.get(instance_id)
-        return "" if node is None else node.store
-
-    def is_there(self, instance_id: str) -> bool:
-        node = self._place.get(instance_id)
-        return node is not None and node.client.is_ready
+        return self.pool.ways.distance(self.place_of(source).node, self.place_of(target).node)
 
     def has_lost_parent(self, instance_id: str) -> bool:
-        return not self.is_there(instance_id)
+        return not self.place_of(instance_id).is_there
 
     def address_there(self, instance_id: str, address: str) -> str:
         opened = self._opened(instance_id)
@@ -148,26 +138,25 @@ class NodesLauncher(Launcher):
     def _client_of(self, instance_id: str) -> NodeClient:
         return self._place[instance_id].client
 
-    async def start(
-        self,
-        instance_id: str,
-        handshake_address: str,
-        log_path: Path,
-        vllm_argv: tuple[str, ...] = (),
-    ) -> int:
-        handshake = handshake_address.removeprefix("ipc://")
+    async def start(self, order: Order) -> int:
+        if isinstance(order, StartEngine):
+            return await self._start_engine(order)
+        return await self._start_guest(order)
+
+    async def _start_engine(self, wanted: StartEngine) -> int:
+        instance_id = wanted.instance_id
+        handshake = wanted.handshake_address.removeprefix("ipc://")
         stem = handshake.removesuffix(f".{SOCKET_NAMES[0]}")
         targets = {name: f"{stem}.{name}" for name in SOCKET_NAMES}
-        digest = await self.pool.digest(vllm_argv)
         order = JoinSession(
             self._opened(instance_id).incarnation,
             instance_id,
             Path(stem).name,
-            vllm_argv=vllm_argv,
-            model_digest=digest,
+            vllm_argv=wanted.vllm_argv,
+            model_digest=await self.pool.digest(wanted.vllm_argv),
             instances=tuple(self._instances_of(self._place[instance_id])),
         )
-        return self._start_shim(instance_id, order, targets, log_path)
+        return self._start_shim(instance_id, order, targets, wanted.log_path)
 
     async def guest_place(
         self, host: str, target: str, guest_id: str, transport: str, sockets: Path
@@ -185,20 +174,17 @@ class NodesLauncher(Launcher):
         channel = f"tcp:{written(there.host, port)}"
         return GuestPlace(channel, crossing, folder, here.host, is_elsewhere=here is not there)
 
-    async def start_guest(
-        self, address: GuestAddress, log_path: Path, vllm_argv: tuple[str, ...] = ()
-    ) -> int:
-        opened = self._opened(address.target)
-        own = msgspec.structs.replace(
-            address, folder=opened.folder, listen_host=self._client_of(address.target).host
-        )
+    async def _start_guest(self, wanted: StartGuest) -> int:
+        target = wanted.address.target
+        opened, listen_host = self._opened(target), self._client_of(target).host
+        own = msgspec.structs.replace(wanted.address, folder=opened.folder, listen_host=listen_host)
         order = JoinSession(
             opened.incarnation,
             guest=msgspec.json.encode(own),
-            vllm_argv=vllm_argv,
-            model_digest=await self.pool.digest(vllm_argv),
+            vllm_argv=wanted.vllm_argv,
+            model_digest=await self.pool.digest(wanted.vllm_argv),
         )
-        return self._start_shim(address.target, order, {}, log_path)
+        return self._start_shim(target, order, {}, wanted.log_path)
 
     def _opened(self, instance_id: str) -> SessionOpened:
         client = self._client_of(instance_id)
@@ -209,12 +195,12 @@ class NodesLauncher(Launcher):
         return client.opened
 
     def _start_shim(
-        self, instance_id: str, order: JoinSession, targets: dict[str, str], log_path: Path
+        self, instance_id: str, order: JoinSession, targets: dict[str, str], log_path: str
     ) -> int:
         client = self._client_of(instance_id)
         launch = shim.ShimLaunch(client.place.host, client.place.port, self._key, order, targets)
         self._shims = [one for one in self._shims if one.poll() is None]
-        process = shim.start(launch, log_path)
+        process = shim.start(launch, Path(log_path))
         self._shims.append(process)
         return process.pid
 

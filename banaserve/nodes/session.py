@@ -41,6 +41,7 @@ from banaserve.nodes.model_check import check_model
 from banaserve.nodes.remote_process import SOCKET_NAMES, RemoteProcess
 from banaserve.serving.launch.devices import Devices
 from banaserve.serving.launch.launcher import ForkLauncher, Launcher, SpawnLauncher
+from banaserve.serving.launch.messages import StartEngine, StartGuest
 from banaserve.serving.launch.parent_link import start_parent
 
 
@@ -167,7 +168,7 @@ class NodeSession:
             stem = self._folder / Path(address.guest_id).name
 
             async def start(log: Path) -> int:
-                return await launcher.start_guest(address, log, order.vllm_argv)
+                return await launcher.start(StartGuest(address, str(log), order.vllm_argv))
         else:
             if not (order.engine and order.stem):
                 raise UserError("an order without an engine")
@@ -178,8 +179,8 @@ class NodeSession:
             self._with_devices = {*self._with_devices.intersection(order.instances), order.engine}
 
             async def start(log: Path) -> int:
-                shake = f"ipc://{stem}.h"
-                return await launcher.start(order.engine, shake, log, order.vllm_argv)
+                engine, shake = order.engine, f"ipc://{stem}.h"
+                return await launcher.start(StartEngine(engine, shake, str(log), order.vllm_argv))
 
         sockets = () if order.guest else SOCKET_NAMES
         running = asyncio.create_task(RemoteProcess(link, stem, start, sockets).run())

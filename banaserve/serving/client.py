@@ -20,7 +20,7 @@ from collections.abc import (
 )
 from contextvars import ContextVar
 from http import HTTPStatus
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from banaserve.base.access.cache_salt import own_prompt, own_salt
 from banaserve.base.access.tenants import tenant_terms
@@ -46,22 +46,20 @@ from banaserve.engine.compat.server import (
 )
 from banaserve.serving.cluster import Cluster
 from banaserve.serving.monitoring import metrics
-from banaserve.serving.monitoring.request_times import observe
-from banaserve.serving.requests.disagg_request import (
-    DEAD,
-    RequestContext,
-    out_of_time,
-    run_request,
-)
+from banaserve.serving.requests.disagg_request import DEAD, out_of_time, run_request
 from banaserve.serving.requests.intake import Blockers, take_client_args, take_in
 from banaserve.serving.requests.leg_output import next_output
 from banaserve.serving.requests.lora import Adapters
+from banaserve.serving.requests.request_context import RequestContext
 from banaserve.serving.requests.router import Router
 from banaserve.serving.requests.sequences import run_sequences, sequences_of
 from banaserve.serving.requests.session_tokens import SessionTokens
 from banaserve.serving.requests.suspects import MAX_DEATHS, given_up
-from banaserve.serving.tracing.http_call import RequestTracer, http_call
+from banaserve.serving.tracing.http_call import HttpCall, http_call
 from banaserve.serving.tracing.request_log import RequestLog
+
+if TYPE_CHECKING:  # OpenTelemetry is imported only if it is used
+    from banaserve.serving.tracing.otlp import OtlpTracer
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +80,13 @@ def _refusing(words: str) -> Callable[..., Coroutine[Any, Any, NoReturn]]:
         raise NotImplementedError(words)
 
     return refuse
+
+
+def _to_every_instance(method: str) -> Callable[..., Coroutine[Any, Any, None]]:
+    async def broadcast(client: DisaggregatedClient, *args: Any, **kwargs: Any) -> None:
+        await client._broadcast(method, *args, **kwargs)
+
+    return broadcast
 
 
 class DisaggregatedClient(EngineClient):
@@ -124,8 +129,8 @@ class DisaggregatedClient(EngineClient):
         self._supported_tasks: tuple[Any, ...] = ()
         self._sequences: dict[int, Sequence[RequestContext]] = {}
         self._clock = WallClock()
-        self.requests = RequestLog(self._clock, on_end=observe)
-        self.tracer: RequestTracer | None = None
+        self.requests = RequestLog(self._clock)
+        self.tracer: OtlpTracer | None = None
 
     async def adopt_engine_facts(self) -> None:
         """Adopt the values that the engines chose at start: context length, cache size, tasks."""
@@ -152,11 +157,8 @@ class DisaggregatedClient(EngineClient):
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run the prefill leg, then the decode leg; see ``run_request``."""
-        call = http_call.get()
-        if call is None:
-            arrived_s, arrived_at_s = self._clock.now(), time.time()
-        else:
-            arrived_s, arrived_at_s = call.received_s, call.arrived_at_s
+        http = http_call.get()
+        call = http or HttpCall(self._clock.now(), time.time())
         if inspect.isasyncgen(prompt):
             session = self._streaming_input(prompt, sampling_params, request_id, options)
             async with contextlib.aclosing(session) as outputs:
@@ -168,9 +170,8 @@ class DisaggregatedClient(EngineClient):
         num_tokens, terms = len(request.prompt_token_ids or ()), tenant_terms.get()
         if terms is not None:
             terms.use_tokens(num_tokens)
-        arrived = (arrived_s, arrived_at_s, call)
-        with self.requests.following(request_id, num_tokens, *arrived) as notes:
-            if call is not None and self.tracer is not None:
+        with self.requests.following(request_id, num_tokens, call) as notes:
+            if http is not None and self.tracer is not None:
                 notes.span = self.tracer.begin(call, notes, sampling_params)
             notes.note(Prepared())
             deadline = asyncio.get_running_loop().time() + self._request_timeout_s
@@ -197,9 +198,9 @@ class DisaggregatedClient(EngineClient):
                         yield output
             finally:
                 self._sequences.pop(id(run), None)
-                notes.count_output()
+                num_output_tokens = notes.count_output()
                 if terms is not None:
-                    terms.use_tokens(notes.output_tokens)
+                    terms.use_tokens(num_output_tokens)
                 if notes.finish_reason in ("stop", "length"):
                     for one in sequences:
                         self._router.output_lengths.ended(one.num_output_tokens)
@@ -302,22 +303,16 @@ class DisaggregatedClient(EngineClient):
         ids += [f"{one}-p" for one in ids]
         await self._broadcast("abort", ids)
 
-    async def start_profile(self, profile_prefix: str | None = None, **options: Any) -> None:
-        await self._broadcast("start_profile", profile_prefix, **options)
-
-    async def stop_profile(self) -> None:
-        await self._broadcast("stop_profile")
-
-    async def reset_mm_cache(self) -> None:
-        await self._broadcast("reset_mm_cache")
-
-    async def reset_encoder_cache(self) -> None:
-        await self._broadcast("reset_encoder_cache")
+    start_profile = _to_every_instance("start_profile")
+    stop_profile = _to_every_instance("stop_profile")
+    reset_mm_cache = _to_every_instance("reset_mm_cache")
+    reset_encoder_cache = _to_every_instance("reset_encoder_cache")
+    resume_generation = _to_every_instance("resume_generation")
 
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        self._router.forget_residency()
+        self._router.residency.forget()
         answers = await self._broadcast(
             "reset_prefix_cache", reset_running_requests, reset_connector
         )
@@ -328,12 +323,12 @@ class DisaggregatedClient(EngineClient):
 
     async def sleep(self, level: int = 1, mode: Any = "abort") -> None:
         check_sleep(level)
-        self._router.forget_residency()
+        self._router.residency.forget()
         self._mark_all_aborted(mode)
         await self._broadcast("sleep", level, mode)
 
     async def release_kv_cache_memory(self) -> None:
-        self._router.forget_residency()
+        self._router.residency.forget()
         await self._broadcast("release_kv_cache_memory")
 
     async def wake_up(self, tags: list[str] | None = None) -> bool:
@@ -351,11 +346,8 @@ class DisaggregatedClient(EngineClient):
     async def pause_generation(self, *, mode: Any = "abort", clear_cache: bool = True) -> None:
         self._mark_all_aborted(mode)
         if clear_cache:
-            self._router.forget_residency()
+            self._router.residency.forget()
         await self._broadcast("pause_generation", mode=mode, clear_cache=clear_cache)
-
-    async def resume_generation(self) -> None:
-        await self._broadcast("resume_generation")
 
     async def is_paused(self) -> bool:
         return any(await self._broadcast("is_paused"))

@@ -99,7 +99,7 @@ class Cluster:
         """Return views of all instances, with the distances between different machines."""
         by_node: dict[str, list[Instance]] = {}
         for one in self.instances.values():
-            by_node.setdefault(one.node, []).append(one)
+            by_node.setdefault(one.place.node, []).append(one)
         far = {node: self._ways_from(node, by_node) for node in by_node}
         return {one.id: one.view(far[node]) for node, its in by_node.items() for one in its}
 

@@ -42,7 +42,7 @@ from banaserve.serving.cluster import Cluster
 from banaserve.serving.instance import Instance
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.moves.coordinator import Coordinator
-from banaserve.serving.moves.planner import ModelFacts
+from banaserve.serving.moves.sizes import ModelFacts
 from banaserve.serving.roles.role_switch import Roles
 
 logger = logging.getLogger(__name__)

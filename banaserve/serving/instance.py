@@ -1,7 +1,6 @@
 """Instance: an engine core in its own process, and the client connected to it.
 
-``startup_handshake`` waits for the engine core to start; ``InflightGuard`` counts one leg while the
-leg runs.
+``startup_handshake`` waits for the engine core to start.
 """
 
 from __future__ import annotations
@@ -12,13 +11,11 @@ import copy
 import dataclasses
 import enum
 import gc
-import itertools
 import logging
 import os
 import signal
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
@@ -27,6 +24,7 @@ import zmq.asyncio
 from banaserve.base.clock import Clock
 from banaserve.base.errors import InstanceDeadError
 from banaserve.base.platform import linux, processes
+from banaserve.base.run_dir import RunDir
 from banaserve.base.types import (
     NO_WAYS,
     Distance,
@@ -42,9 +40,10 @@ from banaserve.engine.compat.engine_errors import last_error_in
 from banaserve.engine.kv_bytes import kv_token_bytes
 from banaserve.orchestrator.control.cluster_view import with_guests
 from banaserve.orchestrator.control.rebalancing import Stream
-from banaserve.serving.launch.budgets import Budgets
+from banaserve.serving.inflight import Inflight, InflightLeg
 from banaserve.serving.launch.engine_settings import EngineSettings, weights_of
-from banaserve.serving.launch.launcher import Launcher
+from banaserve.serving.launch.launcher import InstancePlace, Launcher
+from banaserve.serving.launch.messages import StartEngine
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.monitoring.engine_series import EngineSeries
 from banaserve.serving.monitoring.gpu_monitor import GpuMeter
@@ -57,80 +56,7 @@ DRAINED, REBALANCED = "drained", "rebalanced"
 _DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
 _SPEED_SMOOTHING = 0.2
 
-
-class Inflight(NamedTuple):
-    """Counts of the legs in flight at an instance: sent and not ended. See ``InstanceView``.
-
-    Attributes:
-        tokens: Number of tokens that the legs had when they were sent.
-    """
-
-    requests: int = 0
-    tokens: int = 0
-    prefill_requests: int = 0
-    prefill_tokens: int = 0
-    prefill_pairs: int = 0
-
-    def with_leg(self, leg: Inflight, sign: int) -> Inflight:
-        """Return these counts with ``leg`` added (``sign`` 1) or subtracted (``sign`` -1)."""
-        return Inflight(*(own + sign * its for own, its in zip(self, leg, strict=True)))
-
-
-class InflightGuard:
-    """Counter of one leg of a request at its instance, while the leg runs.
-
-    Args:
-        prefill_tokens: Number of the leg's ``tokens`` that the instance has to compute.
-        tokens: Number of tokens that the leg has when it is sent.
-
-    Attributes:
-        has_output: True if the engine has computed a token of the leg.
-    """
-
-    def __init__(self, instance: Instance, prefill_tokens: int, tokens: int) -> None:
-        self._instance = instance
-        self.has_output = False
-        self._leg = Inflight(1, tokens)
-        pairs = prefill_tokens * (2 * tokens - prefill_tokens)
-        self._prompt = Inflight(0, 0, 1, prefill_tokens, pairs) if prefill_tokens else None
-        instance.add_inflight(self._leg, 1)
-        if self._prompt is not None:
-            instance.add_inflight(self._prompt, 1)
-
-    def prefilled(self) -> None:
-        """Note that the prompt has been computed; idempotent, called with each output."""
-        self.has_output = True
-        if self._prompt is not None:
-            self._instance.add_inflight(self._prompt, -1)
-            self._prompt = None
-
-    def end(self) -> None:
-        self._instance.add_inflight(self._leg, -1)
-
-    @property
-    def is_prompt(self) -> bool:
-        """True if more than half of the leg's tokens are still to be computed here."""
-        return self._prompt is not None and 2 * self._prompt.prefill_tokens > self._leg.tokens
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens that the leg had when it was sent."""
-        return self._leg.tokens
-
-
-class MovableLeg(NamedTuple):
-    """A leg that can continue at another instance.
-
-    Attributes:
-        guard: Counter of the leg.
-        move: Function that moves the leg elsewhere; its argument is a reason of ``LegMovedError``.
-        moved_s: Time of the leg's last move by the rebalancer, on the event loop's clock, in
-            seconds; None if it was not moved.
-    """
-
-    guard: InflightGuard
-    move: Callable[[str], None]
-    moved_s: float | None
+T = TypeVar("T")
 
 
 async def startup_handshake(socket: zmq.asyncio.Socket, addresses: dict[str, str]) -> None:
@@ -176,13 +102,11 @@ class Instance:
         self,
         instance_id: InstanceId,
         role: Role,
-        config: VllmConfig,
+        settings: EngineSettings,
         launcher: Launcher,
         series: EngineSeries,
-        run_dir: Path,
-        socket_dir: Path,
+        run: RunDir,
         clock: Clock,
-        budgets: Budgets,
     ) -> None:
         self.id = instance_id
         self.role = self._made_for = role
@@ -192,15 +116,14 @@ class Instance:
         self.llm: compat.AsyncLLM | None = None
         self.service = ServiceState(instance_id)
         self.is_orphaned = False
-        self.settings = EngineSettings(config, budgets)
-        self._movable: dict[int, MovableLeg] = {}
+        self.settings = settings
+        self._legs: dict[int, InflightLeg] = {}
         self._given_back = asyncio.Event()
         self._given_back.set()
-        self._movable_prompts: dict[int, MovableLeg] = {}
-        self.log_path = run_dir / f"{instance_id}.log"
+        self.log_path = run.logs / f"{instance_id}.log"
         self._launcher = launcher
         self._series = series
-        self._socket_dir = socket_dir
+        self._socket_dir = run.sockets
         self._clock = clock
         self._gpu = GpuMeter.open(launcher.devices_of(instance_id), clock)
         self._board = self._new_board()
@@ -238,14 +161,17 @@ class Instance:
         handshake.setsockopt(zmq.SocketOption.LINGER, 0)
         try:
             handshake.bind(addresses["handshake"])
-            self.pid = await self._launcher.start(
-                self.id, addresses["handshake"], self.log_path, self.vllm_argv
-            )
-            await self._until_ready(handshake, there, timeout_s)
+            argv = self.vllm_argv
+            order = StartEngine(self.id, addresses["handshake"], str(self.log_path), argv)
+            self.pid = await self._launcher.start(order)
+            shaken = asyncio.create_task(startup_handshake(handshake, there))
+            await self._unless_ended(shaken, timeout_s)
         finally:
             handshake.close()
             context.term()
-        self.llm = await self._connected(addresses)
+        # vLLM would wait ten minutes for an engine that has ended.
+        connecting = processes.in_daemon_thread(lambda: self._connect(addresses))
+        self.llm = await self._unless_ended(connecting)
         # Files may have been replaced since an engine with the same settings was started.
         config = self.engine_config
         weights = await processes.in_daemon_thread(lambda: weights_of(config))
@@ -274,40 +200,25 @@ class Instance:
         stem = f"ipc://{self._socket_dir}/{self.id}.{self.incarnation}"
         return {name: f"{stem}.{name[0]}" for name in ("handshake", "input", "output")}
 
-    async def _until_ready(
-        self, handshake: zmq.asyncio.Socket, there: dict[str, str], timeout_s: float
-    ) -> None:
+    async def _unless_ended(self, work: asyncio.Future[T], timeout_s: float | None = None) -> T:
+        """Return the result of ``work``; raise InstanceDeadError if the engine ends first.
+
+        Args:
+            work: Task or future; cancelled if it is not done in time.
+            timeout_s: Maximum wait, in seconds; None to wait until the engine has ended.
+        """
         ended = asyncio.create_task(self.wait_ended())
-        ready = asyncio.create_task(startup_handshake(handshake, there))
+        waited: set[asyncio.Future[Any]] = {work, ended}
         try:
-            await asyncio.wait(
-                {ended, ready}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            if ready.done():
-                ready.result()
-                return
+            await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
             what = "ended while starting" if ended.done() else f"not ready in {timeout_s:.0f} s"
             raise InstanceDeadError(f"instance {self.id} {what}: {self.last_words()}")
         finally:
-            for task in (ended, ready):
-                task.cancel()
-            await asyncio.gather(ended, ready, return_exceptions=True)
-
-    async def _connected(self, addresses: dict[str, str]) -> compat.AsyncLLM:
-        """Return the engine's client; raise InstanceDeadError if the engine ends meanwhile."""
-        # vLLM would wait ten minutes for an engine that has ended.
-        connecting = processes.in_daemon_thread(lambda: self._connect(addresses))
-        ended = asyncio.create_task(self.wait_ended())
-        try:
-            waited: set[asyncio.Future[Any]] = {connecting, ended}
-            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            if connecting.done():
-                return connecting.result()
-            raise InstanceDeadError(f"instance {self.id} has ended: {self.last_words()}")
-        finally:
-            connecting.add_done_callback(lambda task: task.cancelled() or task.exception())
-            ended.cancel()
-            await asyncio.gather(ended, return_exceptions=True)
+            for one in waited:
+                one.cancel()
+            await asyncio.gather(*waited, return_exceptions=True)
 
     def _connect(self, addresses: dict[str, str]) -> compat.AsyncLLM:
         """Make the engine's client; runs in a thread, since loading a tokenizer takes long."""
@@ -372,8 +283,7 @@ class Instance:
         """
         self.state = State.STARTING
         self.settings = settings
-        self.move_streams()
-        for leg in list(self._movable_prompts.values()):
+        for leg in list(self._legs.values()):
             leg.move(DRAINED)
 
     def kill(self) -> None:
@@ -405,35 +315,28 @@ class Instance:
         tokens: int = 0,
         move: Callable[[str], None] | None = None,
         *,
-        is_prompt: bool = False,
+        starts_over: bool = False,
         moved_s: float | None = None,
-    ) -> Iterator[InflightGuard]:
-        """Count a leg as in flight here for the duration of the block.
-
-        Args:
-            prefill_tokens: Number of the leg's tokens that are still to be computed.
-            tokens: Number of tokens of the leg.
-            move: Function that moves the leg elsewhere for a reason; None if it cannot move.
-            is_prompt: True if the leg would restart elsewhere from nothing; it moves only when its
-                engine is replaced.
-            moved_s: Time of the leg's last move by the rebalancer, on the event loop's clock, in
-                seconds; None if it was not moved.
-        """
-        guard = InflightGuard(self, prefill_tokens, max(tokens, prefill_tokens))
-        if move is not None:
-            legs = self._movable_prompts if is_prompt else self._movable
-            legs[id(guard)] = MovableLeg(guard, move, moved_s)
+    ) -> Iterator[InflightLeg]:
+        """Count a leg as in flight here for the duration of the block; see ``InflightLeg``."""
+        leg = InflightLeg(
+            self._add_inflight,
+            prefill_tokens,
+            max(tokens, prefill_tokens),
+            move,
+            starts_over=starts_over,
+            moved_s=moved_s,
+        )
+        self._legs[id(leg)] = leg
         try:
-            yield guard
+            yield leg
         finally:
-            self._movable.pop(id(guard), None)
-            self._movable_prompts.pop(id(guard), None)
-            guard.prefilled()
-            guard.end()
+            del self._legs[id(leg)]
+            leg.end()
 
     def move_streams(self) -> int:
         """Move every stream that can continue elsewhere; return their number."""
-        legs = list(self._movable.values())
+        legs = [leg for leg in self._legs.values() if leg.continues]
         for leg in legs:
             leg.move(DRAINED)
         return len(legs)
@@ -441,26 +344,25 @@ class Instance:
     def streams(self) -> list[Stream]:
         """Return the legs that can continue elsewhere with KV from the store, oldest first."""
         return [
-            Stream(key, leg.guard.tokens, not leg.guard.has_output, leg.moved_s)
-            for key, leg in self._movable.items()
-            if not leg.guard.is_prompt
+            Stream(key, leg.tokens, not leg.has_output, leg.moved_s)
+            for key, leg in self._legs.items()
+            if leg.continues and not leg.is_prompt
         ]
 
     @property
     def num_streams(self) -> int:
         """Number of the instance's legs whose prompts have been computed, here or elsewhere."""
-        legs = itertools.chain(self._movable.values(), self._movable_prompts.values())
-        return self.inflight_requests - sum(leg.guard.is_prompt for leg in legs)
+        return self.inflight_requests - sum(leg.is_prompt for leg in self._legs.values())
 
     def move_stream(self, key: Hashable) -> None:
         """Move one of ``streams`` elsewhere, unless it has ended meanwhile."""
-        if (leg := self._movable.get(key)) is not None:  # type: ignore[call-overload]
+        if (leg := self._legs.get(key)) is not None:  # type: ignore[call-overload]
             leg.move(REBALANCED)
 
     @property
     def num_movable(self) -> int:
         """Number of the instance's streams that can continue elsewhere."""
-        return len(self._movable)
+        return sum(leg.continues for leg in self._legs.values())
 
     def view(self, far: Mapping[InstanceId, Distance | None] = NO_WAYS) -> InstanceView:
         """Return the instance as policies see it.
@@ -546,35 +448,20 @@ class Instance:
         return self.state is State.READY and self.llm is not None and not self.llm.errored
 
     @property
-    def is_local(self) -> bool:
-        """True if the engine's process runs on this machine; False if a shim stands for it."""
-        return self._launcher.is_local(self.id)
-
-    @property
-    def node(self) -> str:
-        """Name of the machine that the engine runs on; empty for this machine."""
-        return self._launcher.node_of(self.id)
-
-    @property
-    def has_machine(self) -> bool:
-        """True if the machine that the engine is to run on is available."""
-        return self._launcher.is_there(self.id)
+    def place(self) -> InstancePlace:
+        """Machine that the engine runs on."""
+        return self._launcher.place_of(self.id)
 
     def distance_to(self, other: Instance) -> Distance | None:
         """Return the distance to another instance's machine; None if it was not measured."""
         return self._launcher.distance(self.id, other.id)
-
-    @property
-    def store(self) -> str:
-        """``HOST:PORT`` of the store on the instance's machine; empty for the front door's."""
-        return self._launcher.store_of(self.id)
 
     def store_beside(self, other: Instance) -> str:
         """Return ``HOST:PORT`` of another instance's store; empty if it is this one's, too.
 
         Also empty if this instance uses the front door's store.
         """
-        here, there = self.store, other.store
+        here, there = self.place.store, other.place.store
         return there if here and here != there else ""
 
     @property
@@ -585,17 +472,17 @@ class Instance:
     @property
     def vllm_argv(self) -> tuple[str, ...]:
         """vLLM's options of the engine; empty for those that the launcher was made with."""
-        return self.settings.argv_for(self._made_for)
+        return self.settings.engine_for(self._made_for).argv
 
     @property
     def engine_config(self) -> VllmConfig:
         """vLLM's configuration that the engine was made with, or will be."""
-        return self.settings.config_for(self._made_for)
+        return self.settings.engine_for(self._made_for).config
 
     def is_of(self, settings: EngineSettings) -> bool:
         """Return whether an engine with these settings would equal the present one."""
-        is_same = settings.argv_for(self._made_for) == self.vllm_argv
-        return is_same and settings.weights == self.weights
+        argv = settings.engine_for(self._made_for).argv
+        return (argv, settings.weights) == (self.vllm_argv, self.weights)
 
     @property
     def takes_requests(self) -> bool:
@@ -612,7 +499,7 @@ class Instance:
         """True if the client that reads the engine's outputs failed while the engine still runs."""
         return self.state is State.READY and self.llm is not None and self.llm.errored
 
-    def add_inflight(self, leg: Inflight, sign: int) -> None:
+    def _add_inflight(self, leg: Inflight, sign: int) -> None:
         self.inflight = self.inflight.with_leg(leg, sign)
         self._inflight_gauge.set(self.inflight.requests)
 

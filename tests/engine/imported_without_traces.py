@@ -11,6 +11,6 @@ def check() -> int:
     import banaserve.mains.serve
 
     assert banaserve.mains.serve.serve
-    if "banaserve.serving.monitoring.otlp" in sys.modules:
+    if "banaserve.serving.tracing.otlp" in sys.modules:
         return 1
     return 2 if any(one.name.startswith("Otel") for one in threading.enumerate()) else 0

@@ -25,11 +25,11 @@ from banaserve.base.types import ClusterView, InstanceId, InstanceView, Role, Ro
 from banaserve.contracts.trace_events import FirstToken, LegBegan, Prepared
 from banaserve.engine.compat.server import get_span_exporter
 from banaserve.frontdoor.middleware.call_times import CallTimes
-from banaserve.serving.monitoring import otlp
-from banaserve.serving.monitoring.otlp import BoundedSpans, OtlpTracer
-from banaserve.serving.requests.trace_collection import TraceCollector
+from banaserve.serving.tracing import otlp
 from banaserve.serving.tracing.http_call import HttpCall, http_call
-from banaserve.serving.tracing.request_log import RequestLog, SeenRoute
+from banaserve.serving.tracing.otlp import BoundedSpans, OtlpTracer
+from banaserve.serving.tracing.request_log import RequestLog, RequestSpan, SeenRoute
+from banaserve.serving.tracing.trace_collection import TraceCollector
 from benchmarks.drivers.otlp_receiver import OtlpReceiver
 from forked import Forked
 from waiting import until
@@ -94,10 +94,9 @@ class World:
 
     async def _serve(self, call: HttpCall, name: str, error: RuntimeError | None) -> None:
         params = SamplingParams(max_tokens=7, temperature=0.5)
-        arrived = (call.received_s, call.arrived_at_s, call)
         with (
             contextlib.suppress(RuntimeError),
-            self.log.following(name, 5, *arrived) as notes,
+            self.log.following(name, 5, call) as notes,
         ):
             notes.span = self.tracer.begin(call, notes, params)
             notes.note(Prepared())
@@ -108,7 +107,7 @@ class World:
             if error is not None:
                 raise error
             notes.note(FirstToken("decode"))
-            notes.output_tokens, notes.finish_reason = 3, "stop"
+            notes.tokens_so_far, notes.finish_reason = (lambda: 3), "stop"
 
 
 @pytest.fixture
@@ -188,8 +187,8 @@ async def test_an_error_is_told_without_its_words(receiver: OtlpReceiver, world:
 async def test_what_a_client_does_not_want_recorded_is_not(world: World) -> None:
     before = sum(map(count, ("sent", "failed", "dropped")))
     call = await world.ask({"traceparent": f"00-{TRACE}-{PARENT}-00"})
-    [(span, _)] = call.traced.requests
-    assert (span.trace_id, span.exemplar) == (TRACE, None)
+    [(_, notes)] = call.traced.requests
+    assert notes.span == RequestSpan(TRACE, None)
     await world.tracer.close()
     assert sum(map(count, ("sent", "failed", "dropped"))) == before
 

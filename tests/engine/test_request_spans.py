@@ -35,9 +35,10 @@ from banaserve.contracts.trace_events import (
 )
 from banaserve.engine.compat import engine as compat
 from banaserve.engine.connector.scheduler_side.request_notes import ConnectorNotes
-from banaserve.serving.requests.trace_collection import TraceCollector
+from banaserve.serving.tracing.http_call import HttpCall
 from banaserve.serving.tracing.request_log import RequestLog
-from banaserve.serving.tracing.spans import FRONT_DOOR, accounted_s, spans_of
+from banaserve.serving.tracing.spans import FRONT_DOOR, spans_of
+from banaserve.serving.tracing.trace_collection import TraceCollector
 
 
 def front(at_s: float, event: RequestEvent, leg_id: str = "") -> TraceLine:
@@ -93,6 +94,15 @@ END = [front(3.0, RequestEnded("length", 3))]
 def told(spans: list[TraceSpan], parent: int = -1) -> list[tuple[str, float, float]]:
     found = [(one.name, one.start_s, one.end_s) for one in spans if one.parent == parent]
     return sorted(found, key=lambda one: one[1])
+
+
+def accounted_s(spans: list[TraceSpan]) -> float:
+    """Return the seconds that spans without a parent cover; overlaps count once."""
+    covered_s, until_s = 0.0, float("-inf")
+    for one in sorted((s for s in spans if s.parent < 0), key=lambda s: s.start_s):
+        covered_s += max(0.0, one.end_s - max(until_s, one.start_s))
+        until_s = max(until_s, one.end_s)
+    return covered_s
 
 
 def below(spans: list[TraceSpan], name: str) -> list[tuple[str, float, float]]:
@@ -349,7 +359,7 @@ async def test_engines_of_other_machines_are_told_on_the_front_doors_clock(ahead
     machine = Machine(clock, ahead_s)
     log, kept = RequestLog(clock), []
     for name in ("a", "b"):
-        with log.following(name, 10, clock.now(), 0.0) as notes:
+        with log.following(name, 10, HttpCall(clock.now(), 0.0)) as notes:
             notes.note(LegBegan("whole", "d0", name), name, 1)
             clock.now_s += 0.5
             machine.clock.now_s += 0.5
@@ -369,7 +379,7 @@ async def test_engines_of_other_machines_are_told_on_the_front_doors_clock(ahead
 
 async def test_a_move_is_told_to_requests_that_ran_where_it_happened() -> None:
     clock = At(100.0)
-    with RequestLog(clock).following("a", 10, clock.now(), 0.0) as notes:
+    with RequestLog(clock).following("a", 10, HttpCall(clock.now(), 0.0)) as notes:
         notes.note(LegBegan("whole", "d0", "a"), "a", 1)
         clock.now_s += 1.0
     moves = [

@@ -98,7 +98,6 @@ class World:
         clock = WallClock()
         self.roles = Roles(instances, clock)
         self.overseer = GuestMonitor(self.cluster.coordinator)
-        self.cluster.on_guest_end = self.overseer.guest_ended
         self.executor = MoveExecutor(
             self.served,  # type: ignore[arg-type]
             self.cluster.coordinator,

@@ -6,22 +6,22 @@ import asyncio
 import contextlib
 import copy
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from banaserve.base.run_dir import RunDir
 from banaserve.base.types import InstanceId, ModulePlacement, Role
 from banaserve.contracts.migration_api import Migration, MoveLayers
 from banaserve.migration.kv.host_kv import blocks_gained
-from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.migration.units.base import MigrationUnit
 from banaserve.migration.units.registry import AnyUnit
-from banaserve.serving.launch.launcher import Launcher
+from banaserve.serving.launch.launcher import InstancePlace, Launcher
+from banaserve.serving.launch.messages import Order, StartGuest
 from banaserve.serving.moves.coordinator import Coordinator
-from banaserve.serving.moves.guest_pool import GuestHandle, GuestPool
-from banaserve.serving.moves.planner import ModelFacts
+from banaserve.serving.moves.guest_pool import GuestPool
+from banaserve.serving.moves.sizes import ModelFacts
 
 FACTS = ModelFacts(num_layers=30, num_kv_heads=3, layer_weight_bytes=1000)
 NUM_BLOCKS, PAGE_BYTES = 300, 3000
@@ -244,7 +244,7 @@ class Instance:
         self.role = Role.DECODE
         self.incarnation = 1
         self.pid = 0
-        self.node, self.has_machine, self.num_ranks = "", True, 1
+        self.place, self.num_ranks = InstancePlace(), 1
         self.vllm_argv: tuple[str, ...] = ()
         self.engine = Engine(cannot)
         self.llm: Any = self.engine
@@ -279,18 +279,8 @@ class SleepLauncher(Launcher):
     def devices_of(self, instance_id: str) -> str:
         return self.devices
 
-    async def start(
-        self,
-        instance_id: str,
-        handshake_address: str,
-        log_path: Path,
-        vllm_argv: tuple[str, ...] = (),
-    ) -> int:
-        raise AssertionError("no engine is started here")
-
-    async def start_guest(
-        self, address: GuestAddress, log_path: Path, vllm_argv: tuple[str, ...] = ()
-    ) -> int:
+    async def start(self, order: Order) -> int:
+        assert isinstance(order, StartGuest), "no engine is started here"
         self.processes.append(subprocess.Popen(["sleep", "1000"]))  # noqa: ASYNC220
         return self.processes[-1].pid
 
@@ -304,14 +294,12 @@ class Cluster:
     """Instances d0, p0, p1 and x0, which cannot migrate, and a coordinator of them."""
 
     def __init__(self, folder: Path, available_bytes: int = 1 << 40) -> None:
-        self.ended: list[GuestHandle] = []
-        self.on_guest_end: Callable[[GuestHandle], None] = self.ended.append
         self.instances = {
             InstanceId(name): Instance(name, "MLA cannot be moved" if name == "x0" else "")
             for name in ("d0", "p0", "p1", "x0")
         }
         self.launcher = SleepLauncher()
-        guests = GuestPool(self.launcher, folder, folder, "shm", lambda g: self.on_guest_end(g))
+        guests = GuestPool(self.launcher, RunDir(folder, folder), "shm")
         self.coordinator = Coordinator(self.instances, guests, FACTS, lambda name: available_bytes)
         self.d0 = self.instances[InstanceId("d0")]
         self.engine = self.d0.engine

@@ -15,17 +15,12 @@ from banaserve.contracts.move_phase import ModelGeometry
 from banaserve.migration.units.heads import HeadSet
 from banaserve.migration.units.layers import LayerRange
 from banaserve.migration.worker_api import KvStatus
-from banaserve.serving.moves.planner import (
+from banaserve.serving.moves.move_plan import RemoteUnit, UnitMove, plan_move, plan_return
+from banaserve.serving.moves.sizes import (
     GUEST_BYTES,
-    BringBack,
     ModelFacts,
-    MoveOut,
-    Relocate,
-    RemoteUnit,
     _checkpoint_layer_bytes,
     check_room,
-    plan_move,
-    plan_return,
 )
 from banaserve.serving.moves.timeouts import (
     MAX_TIMEOUT_S,
@@ -46,23 +41,23 @@ P1_HEADS = RemoteUnit("m2.0", HeadSet({5: (1, 2), 6: (0,)}), "p1")
 @pytest.mark.parametrize(
     ("wanted", "away", "steps"),
     [
-        (LAYERS(10, 20), [], [MoveOut(LAYERS(10, 20))]),
-        (LAYERS(10, 20), [P0_10_15], [MoveOut(LAYERS(15, 20))]),
-        (LAYERS(8, 20), [P0_10_15], [MoveOut(LAYERS(8, 10)), MoveOut(LAYERS(15, 20))]),
+        (LAYERS(10, 20), [], [UnitMove(LAYERS(10, 20))]),
+        (LAYERS(10, 20), [P0_10_15], [UnitMove(LAYERS(15, 20))]),
+        (LAYERS(8, 20), [P0_10_15], [UnitMove(LAYERS(8, 10)), UnitMove(LAYERS(15, 20))]),
         (
             LAYERS(10, 20),
             [P1_10_15],
-            [Relocate("m1.0", LAYERS(10, 15), "p1"), MoveOut(LAYERS(15, 20))],
+            [UnitMove(LAYERS(10, 15), "m1.0"), UnitMove(LAYERS(15, 20))],
         ),
-        (LAYERS(15, 20), [P1_5_15], [MoveOut(LAYERS(15, 20))]),
-        (HeadSet({5: (1,)}), [], [MoveOut(HeadSet({5: (1,)}))]),
-        (HeadSet({5: (0, 1, 2)}), [P0_HEADS], [MoveOut(HeadSet({5: (0,)}))]),
+        (LAYERS(15, 20), [P1_5_15], [UnitMove(LAYERS(15, 20))]),
+        (HeadSet({5: (1,)}), [], [UnitMove(HeadSet({5: (1,)}))]),
+        (HeadSet({5: (0, 1, 2)}), [P0_HEADS], [UnitMove(HeadSet({5: (0,)}))]),
         (
             HeadSet({5: (1, 2), 6: (0, 1)}),
             [P1_HEADS],
-            [Relocate("m2.0", P1_HEADS.modules, "p1"), MoveOut(HeadSet({6: (1,)}))],
+            [UnitMove(P1_HEADS.modules, "m2.0"), UnitMove(HeadSet({6: (1,)}))],
         ),
-        (LAYERS(10, 20), [P0_HEADS], [MoveOut(LAYERS(10, 20))]),
+        (LAYERS(10, 20), [P0_HEADS], [UnitMove(LAYERS(10, 20))]),
     ],
 )
 def test_only_what_is_not_there_yet_moves(wanted, away, steps):
@@ -99,14 +94,14 @@ def test_what_cannot_be_is_refused_with_the_reason(wanted, away, moving, reason)
 def test_heads_of_one_layer_may_move_beside_each_other():
     moving = {"m7": [HeadSet({5: (1,)})]}
     wanted = HeadSet({5: (0, 2)})
-    assert plan_move(wanted, "p0", SHAPE, [], moving) == [MoveOut(wanted)]
+    assert plan_move(wanted, "p0", SHAPE, [], moving) == [UnitMove(wanted)]
 
 
 def test_return_takes_whole_units():
     away = [P0_10_15, P0_HEADS]
     assert plan_return(None, away, {}) == [
-        BringBack("m1.0", P0_10_15.modules, "p0"),
-        BringBack("m2.0", P0_HEADS.modules, "p0"),
+        UnitMove(P0_10_15.modules, "m1.0"),
+        UnitMove(P0_HEADS.modules, "m2.0"),
     ]
     assert [s.unit_id for s in plan_return(LAYERS(0, 20), [P0_10_15], {})] == ["m1.0"]
     assert [s.unit_id for s in plan_return(LAYERS(5, 15), away, {})] == ["m1.0", "m2.0"]

@@ -35,8 +35,10 @@ from banaserve.migration.units.heads import (
     GuestHeads,
 )
 from banaserve.migration.units.layers import LayerRange
+from banaserve.serving.launch import launcher as launchers
 from banaserve.serving.launch.devices import Devices, check_groups
 from banaserve.serving.launch.launcher import SpawnLauncher
+from banaserve.serving.launch.messages import StartEngine, StartGuest
 
 META = torch.device("meta")
 HEADS, SIZE, HEAD_SIZE = 2, 4, 64
@@ -217,16 +219,16 @@ async def test_a_guest_sees_the_devices_of_the_instance_that_it_runs_beside(
     launcher = SpawnLauncher(["--model", "m"], Devices({"d0": "0,1", "p0": "2"}))
     seen: list[str | None] = []
 
-    def spawn(order: object, environment: dict[str, str]) -> int:
+    def spawn(order: object, environment: dict[str, str]) -> object:
         seen.append(environment.get("CUDA_VISIBLE_DEVICES"))
-        return os.getpid()
+        return SimpleNamespace(pid=os.getpid(), poll=lambda: None)
 
-    monkeypatch.setattr(launcher, "_spawn", spawn)
+    monkeypatch.setattr(launchers, "spawn", spawn)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for target in ("p0", "d0", ""):
         address = GuestAddress("g", "c", "t", "shm", str(tmp_path), "00", target=target)
-        await launcher.start_guest(address, tmp_path / "log")
-    await launcher.start("p0", "ipc://x", tmp_path / "log")
+        await launcher.start(StartGuest(address, str(tmp_path / "log")))
+    await launcher.start(StartEngine("p0", "ipc://x", str(tmp_path / "log")))
     assert seen == ["2", "0,1", None, "2"]
 
 

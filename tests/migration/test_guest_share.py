@@ -16,13 +16,14 @@ pytest.importorskip("vllm")
 
 import migration_doubles as doubles
 from banaserve.base.errors import MigrationError, UserError
+from banaserve.base.run_dir import RunDir
 from banaserve.base.types import InstanceId
 from banaserve.contracts.migration_api import MoveLayers, ShareRequest
 from banaserve.migration.guest.throttle import ComputeThrottle
 from banaserve.serving.moves.guest_monitor import GuestMonitor
+from banaserve.serving.moves.guest_pool import GuestPool
 from banaserve.serving.moves.guest_sharing import predicted_slow_down, share
 from banaserve.serving.moves.process_stats import CoreWaits, ProcessUsage
-from banaserve.serving.moves.shares import Shares
 from banaserve.serving.moves.status import placement_of
 
 PIECES = st.lists(
@@ -90,11 +91,11 @@ def test_a_share_out_of_range_changes_nothing(fraction: float) -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.049, 1.1, float("nan")])
-def test_a_bound_out_of_range_is_refused(fraction: float) -> None:
-    shares = Shares(0.5)
+def test_a_bound_out_of_range_is_refused(fraction: float, tmp_path: Path) -> None:
+    guests = GuestPool(doubles.SleepLauncher(), RunDir(tmp_path, tmp_path), "shm", 0.5)
     with pytest.raises(MigrationError, match=r"0\.05 to 1"):
-        shares.set(InstanceId("p0"), fraction)
-    assert shares.bound(InstanceId("p0")) == 0.5
+        guests.set_bound(InstanceId("p0"), fraction)
+    assert guests.bound(InstanceId("p0")) == 0.5
 
 
 def test_half_a_device_makes_steps_twice_as_long() -> None:

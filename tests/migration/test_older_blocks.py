@@ -18,14 +18,7 @@ from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker, RemoteBlocks
 from banaserve.migration.units.context import Context
 from banaserve.migration.units.heads import HeadSet
 from banaserve.migration.units.layers import LayerRange
-from banaserve.serving.moves.planner import (
-    BringBack,
-    MoveOut,
-    Relocate,
-    RemoteUnit,
-    plan_move,
-    plan_return,
-)
+from banaserve.serving.moves.move_plan import RemoteUnit, UnitMove, plan_move, plan_return
 from depth import num_examples
 
 Write = tuple[str, list[tuple[int, int]]]
@@ -109,19 +102,17 @@ def test_layers_that_are_not_there_are_refused(modules: Context) -> None:
 
 def test_planning() -> None:
     shape, mine = ModelGeometry(30, 3), RemoteUnit("m1.0", Context(5, 10), "p0")
-    assert plan_move(Context(0, 30), "p0", shape, [], {}) == [MoveOut(Context(0, 30))]
+    assert plan_move(Context(0, 30), "p0", shape, [], {}) == [UnitMove(Context(0, 30))]
     assert plan_move(Context(3, 12), "p0", shape, [mine], {}) == [
-        MoveOut(Context(3, 5)),
-        MoveOut(Context(10, 12)),
+        UnitMove(Context(3, 5)),
+        UnitMove(Context(10, 12)),
     ]
-    assert plan_move(Context(5, 10), "p1", shape, [mine], {}) == [
-        Relocate("m1.0", Context(5, 10), "p0")
-    ]
+    assert plan_move(Context(5, 10), "p1", shape, [mine], {}) == [UnitMove(Context(5, 10), "m1.0")]
     with pytest.raises(MigrationError, match="return them before you move layers 7:8"):
         plan_move(LayerRange(7, 8), "p1", shape, [mine], {})
     with pytest.raises(MigrationError, match="return them before"):
         plan_move(HeadSet({7: (1,)}), "p1", shape, [mine], {})
-    assert plan_return(LayerRange(5, 10), [mine], {}) == [BringBack("m1.0", Context(5, 10), "p0")]
+    assert plan_return(LayerRange(5, 10), [mine], {}) == [UnitMove(Context(5, 10), "m1.0")]
     with pytest.raises(MigrationError, match="return all of it"):
         plan_return(HeadSet({7: (0, 1, 2)}), [mine], {})
 

@@ -27,6 +27,7 @@ from banaserve.nodes.launcher import NodesLauncher
 from banaserve.nodes.places import GivenPlaces
 from banaserve.nodes.pool import NodeWork
 from banaserve.nodes.session import NodeSession
+from banaserve.serving.launch.messages import Order, StartEngine
 
 KEY = "a-key-of-a-cluster"
 ENGINE = """
@@ -64,16 +65,12 @@ class Scripts:
     def release(self, instance_id: str) -> None:
         self.released.append(instance_id)
 
-    async def start(
-        self, instance_id: str, handshake: str, log: Path, argv: tuple[str, ...] = ()
-    ) -> int:
-        self.argv.append(argv)
-        return self._run(log, ENGINE, handshake.removeprefix("ipc://"))
-
-    async def start_guest(
-        self, address: GuestAddress, log: Path, argv: tuple[str, ...] = ()
-    ) -> int:
-        self.addresses.append(address)
+    async def start(self, order: Order) -> int:
+        log = Path(order.log_path)
+        if isinstance(order, StartEngine):
+            self.argv.append(order.vllm_argv)
+            return self._run(log, ENGINE, order.handshake_address.removeprefix("ipc://"))
+        self.addresses.append(order.address)
         return self._run(log, STANDS_STILL)
 
     def _run(self, log: Path, *arguments: str) -> int:

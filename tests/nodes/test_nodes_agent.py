@@ -26,6 +26,7 @@ from banaserve.nodes.messages import Inspect, JoinSession, LinkMeasured, Session
 from banaserve.nodes.model_check import model_digest
 from banaserve.nodes.places import AgentPlace, GivenPlaces
 from banaserve.nodes.versions import own_version
+from banaserve.serving.launch.messages import StartEngine, StartGuest
 from node_doubles import KEY, Front, Scripts, launcher_of, opened, patched, start_node
 from waiting import until
 
@@ -42,7 +43,9 @@ def test_an_engine_there_talks_with_the_server_and_ends(scripts: Scripts, tmp_pa
             there = launcher.address_there("d0", f"ipc://{front.stem}.i")
             assert Path(there).name == "d0.1.i"
             assert Path(there.removeprefix("ipc://")).parent != front.stem.parent
-            pid = await launcher.start("d0", front.address, front.log, ("--model", "other"))
+            pid = await launcher.start(
+                StartEngine("d0", front.address, str(front.log), ("--model", "other"))
+            )
             reader, writer = await front.hello()
             assert scripts.argv == [("--model", "other")]
             writer.write(b"abc")
@@ -65,12 +68,12 @@ def test_who_kills_what_stands_for_an_engine_ends_the_engine(
     async def run() -> None:
         node = await start_node(tmp_path)
         async with opened(node) as launcher, Front(tmp_path) as front:
-            pid = await launcher.start("d0", front.address, front.log)
+            pid = await launcher.start(StartEngine("d0", front.address, str(front.log)))
             await front.hello()
             os.kill(pid, signal.SIGKILL)
             await until(lambda: not is_running(scripts.pids[0]))
             # Another one on the same address is another incarnation's.
-            again = await launcher.start("d0", front.address, front.log)
+            again = await launcher.start(StartEngine("d0", front.address, str(front.log)))
             await front.hello()
             assert again != pid
         await until(lambda: not is_running(scripts.pids[1]))
@@ -87,7 +90,7 @@ def test_an_agent_that_ends_ends_all_and_the_next_begins_empty(
     async def run() -> None:
         node = await start_node(tmp_path)
         async with opened(node) as launcher, Front(tmp_path) as front:
-            pid = await launcher.start("d0", front.address, front.log)
+            pid = await launcher.start(StartEngine("d0", front.address, str(front.log)))
             await front.hello()
             before = launcher.address_there("d0", front.address)
             await node.end()
@@ -95,7 +98,7 @@ def test_an_agent_that_ends_ends_all_and_the_next_begins_empty(
             assert not is_running(scripts.pids[0])
             assert "NodeLostError" in front.log.read_text()
             with pytest.raises(InstanceDeadError, match=rf"node {node.address} is away"):
-                await launcher.start("d0", front.address, front.log)
+                await launcher.start(StartEngine("d0", front.address, str(front.log)))
             other = await start_node(tmp_path, node.port)
 
             def is_back() -> bool:
@@ -105,7 +108,7 @@ def test_an_agent_that_ends_ends_all_and_the_next_begins_empty(
                     return False
 
             await until(is_back)
-            await launcher.start("d0", front.address, front.log)
+            await launcher.start(StartEngine("d0", front.address, str(front.log)))
             await front.hello()
         await other.end()
 
@@ -192,14 +195,14 @@ def test_a_node_that_comes_back_elsewhere_is_used_as_before(
             await launcher.open(lambda _: None)
             await until(lambda: launcher.distance("p0", "d0") is not None)
             await lost.end()
-            await until(lambda: not launcher.is_there("p0"))
+            await until(lambda: not launcher.place_of("p0").is_there)
             assert [launcher.has_lost_parent(name) for name in ("p0", "d0")] == [True, False]
             other = await start_node(tmp_path)
             places.moved = AgentPlace("127.0.0.1", other.port)
-            await until(lambda: launcher.is_there("p0"))
-            assert launcher.node_of("p0") == other.address
+            await until(lambda: launcher.place_of("p0").is_there)
+            assert launcher.place_of("p0").node == other.address
             launcher.reserve("p1")
-            assert launcher.node_of("p1") in (other.address, stays.address)
+            assert launcher.place_of("p1").node in (other.address, stays.address)
             await until(lambda: launcher.distance("p0", "d0") is not None)
             assert not [pair for pair in launcher.pool.ways._measured if lost.address in pair]
         finally:
@@ -251,7 +254,9 @@ def test_nodes_are_filled_in_the_order_in_which_they_were_given(
 
         monkeypatch.setattr(clients.NodeClient, "open", late)
         async with opened(*nodes) as launcher:
-            assert [launcher.node_of(name) for name in ("p0", "d0")] == [n.address for n in nodes]
+            assert [launcher.place_of(name).node for name in ("p0", "d0")] == [
+                n.address for n in nodes
+            ]
         for node in nodes:
             await node.end()
 
@@ -333,7 +338,7 @@ def test_guests_of_one_node_share_memory_and_others_meet_by_tcp(
                 "00" * 16,
                 target="p0",
             )
-            pid = await launcher.start_guest(address, tmp_path / "guest.log")
+            pid = await launcher.start(StartGuest(address, str(tmp_path / "guest.log")))
             await until(lambda: bool(scripts.addresses))
             # Each side's files are in a folder of its own machine.
             assert scripts.addresses[0].folder != far.folder

@@ -19,6 +19,7 @@ from banaserve.nodes import session as sessions
 from banaserve.nodes.assignment import InstanceNeed
 from banaserve.nodes.launcher import NodesLauncher
 from banaserve.nodes.measuring import inspection
+from banaserve.serving.launch.messages import StartEngine
 from node_doubles import Front, Node, Scripts, launcher_of, opened, patched, start_node
 from peer_store import FINGERPRINT, SLOT_BYTES, PeerStore, chain
 from waiting import eventually, until
@@ -56,10 +57,10 @@ def test_a_node_that_joins_gets_the_next_instance(scripts: Scripts, tmp_path: Pa
                 other.address: ("ready", []),
             }
             launcher.reserve("d1")
-            assert launcher.node_of("d1") == other.address
+            assert launcher.place_of("d1").node == other.address
             assert launcher.distance("d0", "d1") is not None
             assert launcher.distance("d1", "p0") is not None
-            await launcher.start("d1", front.address, front.log)
+            await launcher.start(StartEngine("d1", front.address, str(front.log)))
             await front.hello()
         await until(lambda: other.said[-1].startswith("server the server has left"))
         for node in (first, other):
@@ -72,11 +73,11 @@ def test_devices_of_one_that_has_left_are_free_again(scripts: Scripts, tmp_path:
     async def run() -> None:
         node = await start_node(tmp_path)
         async with opened(node) as launcher, Front(tmp_path) as front, Front(tmp_path, "d1") as on:
-            await launcher.start("d0", front.address, front.log)
+            await launcher.start(StartEngine("d0", front.address, str(front.log)))
             await front.hello()
             launcher.release("d0")
             launcher.reserve("d1")
-            await launcher.start("d1", on.address, on.log)
+            await launcher.start(StartEngine("d1", on.address, str(on.log)))
             await on.hello()
             assert scripts.released == ["d0"]
         await node.end()
@@ -143,7 +144,7 @@ def test_a_node_without_instances_is_given_back(scripts: Scripts, tmp_path: Path
             assert states(launcher)[other.address] == ("leaving", ["d0"])
             for name in ("d1", "d2"):
                 launcher.reserve(name)
-                assert launcher.node_of(name) == first.address
+                assert launcher.place_of(name).node == first.address
             launcher.release("d0")
             await launcher.remove_node(other.address)
             assert list(states(launcher)) == [first.address]

@@ -16,7 +16,7 @@ from node_doubles import launcher_of
 
 def node(name: str, store: str) -> PoolNode:
     """A node whose store listens at ``store``; empty for one without."""
-    client: Any = SimpleNamespace(name=name)
+    client: Any = SimpleNamespace(name=name, is_ready=True)
     order: Any = SimpleNamespace(store=SimpleNamespace(listen=store) if store else None)
     facts: Any = SimpleNamespace()
     return PoolNode(client, 0, facts, order)
@@ -24,7 +24,7 @@ def node(name: str, store: str) -> PoolNode:
 
 def beside(launcher: Any, source: str, target: str) -> str:
     """The store beside ``target``, as an instance ``source`` asks for it."""
-    one, other = (SimpleNamespace(store=launcher.store_of(name)) for name in (source, target))
+    one, other = (SimpleNamespace(place=launcher.place_of(name)) for name in (source, target))
     return Instance.store_beside(one, other)  # type: ignore[arg-type]
 
 

@@ -23,6 +23,7 @@ from banaserve.frontdoor.page.page import PageMiddleware
 from banaserve.frontdoor.page.records import PageInfo, page_link
 from banaserve.frontdoor.page.replay import Replay, read_decisions
 from banaserve.frontdoor.page.replay_app import replay_app
+from banaserve.serving.tracing.http_call import HttpCall
 from banaserve.serving.tracing.request_log import TracedLeg
 from browsing import Browser, browser, check_accessible, keep
 from served_admin import KEY, Served
@@ -306,7 +307,7 @@ def test_the_feed_shows_a_decision(chrome, live):
 def test_a_request_opens_as_a_waterfall(chrome, live):
     requests = live.served.requests
     now_s = requests._clock.now()
-    with requests.following("chatcmpl-first", 12, now_s - 2.0, 1.7e9) as notes:
+    with requests.following("chatcmpl-first", 12, HttpCall(now_s - 2.0, 1.7e9)) as notes:
         notes.legs.append(TracedLeg("c9", 1, "e1"))
         notes._events.append((now_s - 1.5, LegBegan("whole", "c9", "e1"), "e1"))
         notes.note(FirstToken("decode"))
@@ -332,7 +333,9 @@ def noted(live: Live, num_requests: int, ttft_s: float) -> None:
     for number in range(num_requests):
         now_s = requests._clock.now()
         arrived_s = now_s - ttft_s - (number == 0) * 100 * ttft_s
-        with requests.following(f"chatcmpl-{number:03}", 12, arrived_s, 1.7e9 + number) as notes:
+        with requests.following(
+            f"chatcmpl-{number:03}", 12, HttpCall(arrived_s, 1.7e9 + number)
+        ) as notes:
             notes.note(FirstToken("decode"))
 
 

@@ -26,6 +26,7 @@ from banaserve.frontdoor.page.page import PageMiddleware, page_files
 from banaserve.frontdoor.page.records import PageInfo
 from banaserve.frontdoor.page.replay_app import replay_app
 from banaserve.mains.serve import _page
+from banaserve.serving.tracing.http_call import HttpCall
 from served_admin import KEY, Served
 from test_ui_replay import replay_of
 from waiting import until
@@ -334,7 +335,7 @@ async def test_the_end_of_the_server_ends_the_stream(served):
 
 async def test_requests_are_on_the_page(served):
     now_s = served.requests._clock.now()
-    with served.requests.following("chatcmpl-1", 12, now_s, 1.7e9) as notes:
+    with served.requests.following("chatcmpl-1", 12, HttpCall(now_s, 1.7e9)) as notes:
         notes.note(FirstToken("decode"))
         notes.tokens_so_far = lambda: 5
         state = await served.page.read_state()

@@ -12,6 +12,7 @@ from banaserve.base.clock import WallClock
 from banaserve.base.types import NO_WAYS, Distance, InstanceId, InstanceView, Role
 from banaserve.engine.kv_bytes import kv_token_bytes
 from banaserve.serving.cluster import Cluster
+from banaserve.serving.launch.launcher import InstancePlace
 from banaserve.serving.liveness.timeouts import ClusterTimeouts
 
 WAYS = {("a", "b"): Distance(1e-3, 1e9), ("b", "a"): Distance(2e-3, 2e9)}
@@ -19,10 +20,10 @@ WAYS = {("a", "b"): Distance(1e-3, 1e9), ("b", "a"): Distance(2e-3, 2e9)}
 
 class Instance:
     def __init__(self, name: str, node: str) -> None:
-        self.id, self.node = InstanceId(name), node
+        self.id, self.place = InstanceId(name), InstancePlace(node)
 
     def distance_to(self, other: Instance) -> Distance | None:
-        return WAYS.get((self.node, other.node))
+        return WAYS.get((self.place.node, other.place.node))
 
     def view(self, far: Mapping[InstanceId, Distance | None] = NO_WAYS) -> InstanceView:
         return InstanceView(self.id, Role.PREFILL, True, None, 0, 0, 1.0, far=far)

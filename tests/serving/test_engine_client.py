@@ -42,12 +42,14 @@ from banaserve.frontdoor.app import vllm_app
 from banaserve.orchestrator.control.routing.named import NamedPolicy
 from banaserve.serving.client import DisaggregatedClient
 from banaserve.serving.cluster import Cluster
+from banaserve.serving.launch.launcher import InstancePlace
 from banaserve.serving.liveness.timeouts import ClusterTimeouts
-from banaserve.serving.requests.disagg_request import RequestContext
 from banaserve.serving.requests.intake import Blockers
 from banaserve.serving.requests.lora import Adapters
+from banaserve.serving.requests.request_context import RequestContext
 from banaserve.serving.requests.router import Router
 from banaserve.serving.service_state import ServiceState
+from banaserve.serving.tracing.http_call import HttpCall
 from banaserve.serving.tracing.request_log import RequestNotes
 
 MAX_MODEL_LEN = 16
@@ -88,7 +90,7 @@ def client(serving: list[Any] | None = None, **model: Any) -> Any:
         return list(made._cluster.serving())
 
     made._cluster = SimpleNamespace(serving=lambda: serving or [], taking=taking)
-    made._router = SimpleNamespace(forget_residency=lambda: None)
+    made._router = SimpleNamespace(residency=SimpleNamespace(forget=lambda: None))
     made._supported_tasks = ("generate",)
     made._has_store_peers = False
     made._request_timeout_s, made._lookup_above_tokens = 60.0, MAX_MODEL_LEN
@@ -103,7 +105,7 @@ async def prepared(of: Any, num_tokens: int, **options: Any) -> RequestContext:
     params = SamplingParams(temperature=0.0, max_tokens=100, **options)
     given, options = prompt(num_tokens), {"prompt_text": ""}
     request, text, blockers = await of._processed(given, params, "r", options)
-    notes = RequestNotes(WallClock(), "r", num_tokens, 0.0, 0.0)
+    notes = RequestNotes(WallClock(), "r", num_tokens, HttpCall(0.0, 0.0))
     return RequestContext(request, text, blockers, 0.0, notes)
 
 
@@ -140,7 +142,7 @@ async def test_the_router_forgets_what_the_engines_forget(
     method: str, arguments: dict[str, Any], is_lost: bool
 ) -> None:
     made, lost = client(), []
-    made._router.forget_residency = lambda: lost.append(method)
+    made._router.residency.forget = lambda: lost.append(method)
     await getattr(made, method)(**arguments)
     assert bool(lost) == is_lost
 
@@ -366,7 +368,7 @@ async def test_a_request_that_cannot_be_split_is_not_whatever_the_policy_says(
     instances: Any = [_viewed("p0"), _viewed("d0")]
     router = router_of(instances, NamedPolicy(policy, "splitting"))
     asked = RequestView(RequestId("r"), 3, 2, 7, RequestLimits(ttft_s=0.5), blocker is None)
-    legs = await router.route(asked, blocker, RequestNotes(WallClock(), "r", 3, 0.0, 0.0))
+    legs = await router.route(asked, blocker, RequestNotes(WallClock(), "r", 3, HttpCall(0.0, 0.0)))
     assert (legs.prefill, legs.decode) == (None if blocker else instances[0], instances[1])
     assert policy.shown == [asked]
 
@@ -379,7 +381,11 @@ def router_of(instances: list[Any], policy: NamedPolicy) -> Router:
 def _viewed(name: str) -> SimpleNamespace:
     view = InstanceView(InstanceId(name), Role.COLOCATED, True, None, 0, 0, 1.0)
     return SimpleNamespace(
-        id=view.id, view=lambda _: view, weights="w", service=ServiceState(view.id), node=""
+        id=view.id,
+        view=lambda _: view,
+        weights="w",
+        service=ServiceState(view.id),
+        place=InstancePlace(),
     )
 
 
@@ -399,7 +405,7 @@ async def test_a_routing_policy_that_fails_is_answered_500_under_its_name(
     @app.post("/v1/x")
     async def ask() -> None:
         asked = RequestView(RequestId("r"), 2)
-        await router.route(asked, None, RequestNotes(WallClock(), "r", 2, 0.0, 0.0))
+        await router.route(asked, None, RequestNotes(WallClock(), "r", 2, HttpCall(0.0, 0.0)))
 
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://door") as door:

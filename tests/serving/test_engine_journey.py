@@ -27,17 +27,17 @@ from banaserve.engine.compat import engine as compat
 from banaserve.engine.connector.handover import Handover
 from banaserve.engine.continuation import output_of, with_output
 from banaserve.serving.instance import DRAINED
+from banaserve.serving.launch.launcher import InstancePlace
 from banaserve.serving.requests.decode_batching import DecodeBatching
-from banaserve.serving.requests.disagg_request import (
-    Prediction,
-    RequestContext,
-    run_request,
-)
+from banaserve.serving.requests.disagg_request import run_request
 from banaserve.serving.requests.intake import Blockers
 from banaserve.serving.requests.prefix_lookup import HoldEnd, PrefixLookups
+from banaserve.serving.requests.request_context import Prediction, RequestContext
+from banaserve.serving.requests.residency import Residency
 from banaserve.serving.requests.router import RoutedLegs, WeightsReplacedError
 from banaserve.serving.requests.sequences import run_sequences, sequences_of
 from banaserve.serving.requests.suspects import EnginesDiedError
+from banaserve.serving.tracing.http_call import HttpCall
 from banaserve.serving.tracing.request_log import RequestNotes
 from banaserve.serving.tracing.spans import FRONT_DOOR, spans_of
 from waiting import until
@@ -72,12 +72,12 @@ class Engine:
         self.aborted: list[str] = []
         self.given_back = asyncio.Event()
         self.given_back.set()
-        self.store = ""
+        self.place = InstancePlace()
         self.coming: set[object] = set()
         self.has_left_decode = False
 
     def store_beside(self, other: Engine) -> str:
-        return other.store if other.store != self.store else ""
+        return other.place.store if other.place != self.place else ""
 
     async def wait_given_back(self) -> None:
         await self.given_back.wait()
@@ -98,7 +98,7 @@ class Engine:
         _: int,
         __: int,
         move: Callable[[str], None] | None = None,
-        is_prompt: bool = False,
+        starts_over: bool = False,
         moved_s: float | None = None,
     ) -> Any:
         self.move = None if move is None else functools.partial(move, DRAINED)
@@ -140,7 +140,7 @@ class Engines:
     """Sends each request to the next engine; two legs where ``prefill`` is given."""
 
     def __init__(self, *engines: Engine, prefill: Engine | None = None) -> None:
-        self.retry_turns, self.residency = asyncio.Lock(), None
+        self.retry_turns, self.residency = asyncio.Lock(), Residency()
         self.lookups = PrefixLookups(cast("Any", self))
         self.decode_batching = DecodeBatching(GATHER_S)
         self.cluster = self
@@ -172,7 +172,7 @@ def job(params: SamplingParams, name: str = "r", **more: Any) -> RequestContext:
         external_req_id=name,
     )
     deadline = asyncio.get_running_loop().time() + 60.0
-    notes = RequestNotes(WallClock(), name, 1, 0.0, 0.0)
+    notes = RequestNotes(WallClock(), name, 1, HttpCall(0.0, 0.0))
     blockers = Blockers(first_token=more.pop("first_token_blocker", None))
     return RequestContext(request, None, blockers, deadline, notes, **more)
 
@@ -510,7 +510,7 @@ async def test_a_prefill_leg_and_its_decode_leg_name_each_others_store(
     here: str, there: str, pushed_to: str
 ) -> None:
     prefill, decode = Engine("p0"), Engine("d0")
-    prefill.store, decode.store = here, there
+    prefill.place, decode.place = InstancePlace(store=here), InstancePlace(store=there)
     engines, holds = Engines(decode, prefill=prefill), Holds()
     engines.lookups.by_weights["w"] = cast("Any", holds)
     reader = Reader(job(streamed()), engines)

@@ -23,6 +23,7 @@ from banaserve.base.platform.processes import is_running
 from banaserve.mains import engine_parent, spawned
 from banaserve.serving.launch import messages
 from banaserve.serving.launch.launcher import ForkLauncher
+from banaserve.serving.launch.messages import StartEngine
 from banaserve.serving.launch.parent_link import ParentLink, ParentLostError
 from banaserve.serving.launch.spawn import spawn
 from waiting import until
@@ -60,11 +61,11 @@ async def none_other() -> ParentLink:
 async def test_an_order_that_was_cancelled_takes_nobodys_answer(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
     parent, launcher = Parent(theirs), ForkLauncher(ParentLink(ours, 0), none_other)
-    first = asyncio.create_task(launcher.start("d0", "", tmp_path))
+    first = asyncio.create_task(launcher.start(StartEngine("d0", "", str(tmp_path))))
     await until(lambda: parent.orders == 1)
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
-    second = asyncio.create_task(launcher.start("d1", "", tmp_path))
+    second = asyncio.create_task(launcher.start(StartEngine("d1", "", str(tmp_path))))
     await asyncio.sleep(0)
     parent.may_answer.release(2)
     assert await asyncio.wait_for(second, 30.0) == 2
@@ -76,7 +77,7 @@ async def test_a_parent_that_cannot_be_replaced_is_told_in_one_line(tmp_path: Pa
     theirs.close()
     launcher = ForkLauncher(ParentLink(ours, 0), none_other)
     with pytest.raises(InstanceDeadError, match=r"no memory, and no other one .*: see front.log"):
-        await launcher.start("d0", "", tmp_path)
+        await launcher.start(StartEngine("d0", "", str(tmp_path)))
     launcher.close()
 
 
@@ -90,7 +91,7 @@ async def test_a_parent_that_talks_nonsense_is_replaced(tmp_path: Path) -> None:
         return second
 
     launcher = ForkLauncher(ParentLink(ours, 0), start_parent)
-    assert await launcher.start("d0", "", tmp_path) == 1
+    assert await launcher.start(StartEngine("d0", "", str(tmp_path))) == 1
     launcher.close()
     theirs.close()
 
@@ -113,11 +114,11 @@ async def test_an_engine_dies_with_the_parent_that_has_started_it(
         return second
 
     launcher = ForkLauncher(first, start_parent)
-    await launcher.start("d0", "", tmp_path)
-    await launcher.start("d1", "", tmp_path)
+    await launcher.start(StartEngine("d0", "", str(tmp_path)))
+    await launcher.start(StartEngine("d1", "", str(tmp_path)))
     assert not launcher.has_lost_parent("d0")
     first.is_lost = True  # it does not answer: what it has started lives
-    await launcher.start("d1", "", tmp_path)
+    await launcher.start(StartEngine("d1", "", str(tmp_path)))
     assert not launcher.has_lost_parent("d0")
     process.kill()
     process.wait()
@@ -149,12 +150,12 @@ async def test_a_lost_parent_is_replaced_once(
         return second
 
     launcher = ForkLauncher(first, start_parent)
-    orders = (launcher.start(name, "", tmp_path) for name in ("d0", "d1"))
+    orders = (launcher.start(StartEngine(name, "", str(tmp_path))) for name in ("d0", "d1"))
     assert sorted(await asyncio.gather(*orders)) == [1, 2]
     assert (num_started, parent.orders) == (1, 2)
     assert process.poll() is None, "it may have engines that are well"
     parent.may_answer.release()
-    await launcher.start("d0", "", tmp_path)
+    await launcher.start(StartEngine("d0", "", str(tmp_path)))
     assert not is_running(process.pid), "it has none"
     launcher.close()
     theirs.close()
@@ -172,10 +173,10 @@ async def test_a_hung_parent_stays_while_it_has_engines(
             return second
 
         launcher = ForkLauncher(first, start_parent)
-        assert await launcher.start("d0", "", tmp_path) == engine.pid
+        assert await launcher.start(StartEngine("d0", "", str(tmp_path))) == engine.pid
         first.is_lost = True
-        await launcher.start("d1", "", tmp_path)
-        await launcher.start("d1", "", tmp_path)
+        await launcher.start(StartEngine("d1", "", str(tmp_path)))
+        await launcher.start(StartEngine("d1", "", str(tmp_path)))
         assert process.poll() is None
         engine.kill()
         engine.wait()

@@ -25,6 +25,7 @@ from banaserve.engine.compat.requests import RequestOutput, RequestOutputKind
 from banaserve.serving.cluster import Cluster
 from banaserve.serving.instance import State
 from banaserve.serving.launch.engine_settings import EngineSettings
+from banaserve.serving.launch.launcher import InstancePlace
 from banaserve.serving.liveness import supervisor
 from banaserve.serving.liveness.timeouts import ClusterTimeouts
 from banaserve.serving.requests.leg_output import LegMovedError, LegOutputCollector
@@ -44,7 +45,7 @@ class Engine:
     def __init__(self, name: str, role: Role, broken: set[str]) -> None:
         self.id, self.role, self.state = InstanceId(name), role, State.STARTING
         self.settings, self.llm = OLD, None
-        self.is_local = self.has_machine = True
+        self.place = InstancePlace()
         self.service, self.has_lost_client = ServiceState(name), False
         self.pid = self.inflight_requests = self.num_movable = 0
         self.started: list[str] = []

@@ -446,9 +446,9 @@ def test_a_cpu_has_no_devices_to_run_out_of() -> None:
 def test_more_instances_need_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factories, "available_memory_bytes", lambda: 3 << 30)
     monkeypatch.setattr(factories, "EngineSeries", lambda _: None)
-    nothing: Any = None
+    nothing: Any = SimpleNamespace(config=None)
     here = SpawnLauncher([], devices=Devices({}))
-    one = factories.InstanceFactory(nothing, here, *[nothing] * 4, instance_bytes=1 << 30)
+    one = factories.InstanceFactory(nothing, here, nothing, nothing, instance_bytes=1 << 30)
     one.check_memory(3)
     with pytest.raises(MigrationError, match="4 more instances need about 4 GiB"):
         one.check_memory(4)
@@ -456,9 +456,9 @@ def test_more_instances_need_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_more_instances_need_room_on_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factories, "EngineSeries", lambda _: None)
-    nothing: Any = None
+    nothing: Any = SimpleNamespace(config=None)
     nodes: Any = SimpleNamespace(num_free_places=lambda: 2)
-    one = factories.InstanceFactory(nothing, nodes, *[nothing] * 4, instance_bytes=1 << 60)
+    one = factories.InstanceFactory(nothing, nodes, nothing, nothing, instance_bytes=1 << 60)
     one.check_memory(2)
     with pytest.raises(MigrationError, match="3 more instances, and the nodes have room for 2"):
         one.check_memory(3)

@@ -18,13 +18,15 @@ pytest.importorskip("vllm")
 import model_shapes
 from banaserve.base.clock import WallClock
 from banaserve.base.errors import InstanceDeadError
+from banaserve.base.platform.processes import in_daemon_thread
+from banaserve.base.run_dir import RunDir
 from banaserve.base.types import InstanceId, Role
 from banaserve.serving import instance as instances
 from banaserve.serving.cluster import Cluster
 from banaserve.serving.instance import Instance, State
 from banaserve.serving.launch.devices import Devices
 from banaserve.serving.launch.engine_settings import EngineSettings
-from banaserve.serving.launch.launcher import SpawnLauncher
+from banaserve.serving.launch.launcher import InstancePlace, SpawnLauncher
 from banaserve.serving.liveness import probe, supervisor
 from banaserve.serving.liveness.timeouts import ClusterTimeouts
 from banaserve.serving.service_state import ServiceState
@@ -40,13 +42,11 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 def instance(folder: Path, connect: Callable[[object], object]) -> Any:
     full = SimpleNamespace(num_tokens=64)
-    parts: list[Any] = [
-        SimpleNamespace(),  # configuration and Prometheus: for the real client only
-        SpawnLauncher([], Devices({})),
-        SimpleNamespace(),
-        *(folder, folder, WallClock()),
-        SimpleNamespace(of_role=lambda _: full),
-    ]
+    budgets: Any = SimpleNamespace(of_role=lambda _: full)
+    nothing: Any = SimpleNamespace()  # configuration and Prometheus: for the real client only
+    settings = EngineSettings(nothing, budgets)
+    run = RunDir(folder, folder)
+    parts = (settings, SpawnLauncher([], Devices({})), nothing, run, WallClock())
     made: Any = Instance(InstanceId("x0"), Role.DECODE, *parts)
     made._connect = connect
     return made
@@ -58,10 +58,11 @@ async def test_an_engine_that_ends_before_it_is_connected_is_not_waited_for(
     never = threading.Event()
     made = instance(tmp_path, lambda _: never.wait())
     made.pid = process.pid
-    connecting = asyncio.create_task(made._connected({}))
+    connected = in_daemon_thread(lambda: made._connect({}))
+    connecting = asyncio.create_task(made._unless_ended(connected))
     await asyncio.sleep(0)
     process.kill()
-    with pytest.raises(InstanceDeadError, match="instance x0 has ended"):
+    with pytest.raises(InstanceDeadError, match="instance x0 ended while starting"):
         await asyncio.wait_for(connecting, 30.0)
     never.set()
     made.kill()  # its process id is no longer its own
@@ -100,7 +101,8 @@ async def test_one_that_is_given_up_while_it_connects_does_not_serve(
     async def launched(*_: object) -> int:
         return 0
 
-    async def connected(_: object) -> object:
+    async def settled(work: Any, _: float | None = None) -> object:
+        work.close() if asyncio.iscoroutine(work) else work.cancel()
         return llm
 
     monkeypatch.setattr(instances.processes, "in_daemon_thread", thread)
@@ -110,7 +112,7 @@ async def test_one_that_is_given_up_while_it_connects_does_not_serve(
         address_there=lambda _, address: address,
         has_lost_parent=lambda _: False,
     )
-    made._until_ready, made._connected = at_once, connected
+    made._unless_ended = settled
     made.settings = EngineSettings(made.settings.config, made.settings.budgets)
     made.take_budget = wait if awaited == "budget" else at_once
     starting = asyncio.create_task(made.start(1.0))
@@ -129,7 +131,7 @@ class Mortal:
         self.id, self.role, self.state = InstanceId("x1"), Role.DECODE, State.STARTING
         self.service, self.has_lost_client = ServiceState("x1"), False
         self.pid = self.num_kills = self.num_probes = 0
-        self.has_machine = self.is_local = True
+        self.place = InstancePlace()
         self.report: Any = None
         self.llm = object()
         self.dying, self.ended = asyncio.Event(), asyncio.Event()
@@ -340,7 +342,7 @@ async def test_an_instance_waits_for_its_machine_and_is_not_blamed() -> None:
         """Its machine goes with it, and comes back."""
 
         def kill(self) -> None:
-            self.has_machine = False
+            self.place = InstancePlace(is_there=False)
             super().kill()
 
     mortal = Lost(*[None] * 13)
@@ -351,7 +353,7 @@ async def test_an_instance_waits_for_its_machine_and_is_not_blamed() -> None:
         await until(lambda: mortal.state is State.FAILED)
         assert (cluster.has_failed, cluster.supervisor.failed.is_set()) == (False, False)
         assert len(mortal.starts_left) == left + 1
-        mortal.has_machine = True
+        mortal.place = InstancePlace()
         await until(lambda left=left: len(mortal.starts_left) == left)
         await until(lambda: mortal.state is State.READY)
     await cluster.stop()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -15,6 +14,7 @@ import zmq
 from banaserve.base.errors import InstanceDeadError
 from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.serving.launch.launcher import Launcher
+from banaserve.serving.launch.messages import Order, StartEngine
 from banaserve.sim.timeline import Timeline, VirtualTimeLoop
 from seeded_threads import Thread, run_on_thread
 
@@ -178,27 +178,21 @@ class Machine(Launcher):
 
     # ---- the launcher
 
-    async def start(self, name: str, address: str, _: Path, vllm_argv: tuple[str, ...] = ()) -> int:
+    async def start(self, order: Order) -> int:
         await asyncio.sleep(self._troubles.some_s(0.1))
         if self._troubles.happen(0.05):
             raise InstanceDeadError("the engine parent is lost")
-        process = Process(FIRST_PID + len(self.processes), self._make(name, vllm_argv))
-        self.processes[process.pid] = process
-        process.task = asyncio.create_task(self._run(process, address))
-        process.task.add_done_callback(self._note)
-        return process.pid
-
-    async def start_guest(
-        self, address: GuestAddress, _: Path, vllm_argv: tuple[str, ...] = ()
-    ) -> int:
-        await asyncio.sleep(self._troubles.some_s(0.1))
-        if self._troubles.happen(0.05):
-            raise InstanceDeadError("the engine parent is lost")
-        assert self.make_guest is not None
-        engine = self.make_guest(address, vllm_argv)
-        process = Process(FIRST_PID + len(self.processes), engine)
-        self.processes[process.pid] = process
-        process.task = asyncio.create_task(run_on_thread(process, engine.main))
+        pid = FIRST_PID + len(self.processes)
+        run: Coroutine[Any, Any, None]
+        if isinstance(order, StartEngine):
+            process = Process(pid, self._make(order.instance_id, order.vllm_argv))
+            run = self._run(process, order.handshake_address)
+        else:
+            assert self.make_guest is not None
+            process = Process(pid, self.make_guest(order.address, order.vllm_argv))
+            run = run_on_thread(process, process.engine.main)
+        self.processes[pid] = process
+        process.task = asyncio.create_task(run)
         process.task.add_done_callback(self._note)
         return process.pid
 

@@ -28,7 +28,7 @@ from banaserve.migration.units.heads import (
     HostHeads,
 )
 from banaserve.migration.units.layers import BuildLayers
-from banaserve.serving.moves.planner import ModelFacts
+from banaserve.serving.moves.sizes import ModelFacts
 from banaserve.transport.interface import Tensor, Transport
 from seeded_threads import sleep
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm.sampling_params import SamplingParams
 
+from banaserve.base.run_dir import RunDir
 from banaserve.base.types import InstanceId, Role
 from banaserve.engine.compat import engine as compat
 from banaserve.serving.instance import Instance
@@ -38,20 +39,8 @@ class Factory:
     def make(self, name: InstanceId, role: Role, settings: EngineSettings) -> Instance:
         nothing: Any = None
         launcher: Any = self._machine
-        folder = Path("/nowhere")
-        made = UnmodelledInstance(
-            name,
-            role,
-            settings.config,
-            launcher,
-            nothing,
-            folder,
-            folder,
-            self._clock,
-            settings.budgets,
-        )
-        made.settings = settings
-        return made
+        run = RunDir(Path("/nowhere"), Path("/nowhere"))
+        return UnmodelledInstance(name, role, settings, launcher, nothing, run, self._clock)
 
     def discard(self, _: InstanceId) -> None: ...
 

@@ -26,6 +26,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from banaserve.base.config import Budget
 from banaserve.base.errors import BanaServeError, InstanceDeadError, MigrationError, UserError
+from banaserve.base.run_dir import RunDir
 from banaserve.base.types import InstanceId, Role
 from banaserve.contracts.migration_api import (
     MigrationRequest,
@@ -51,7 +52,8 @@ from banaserve.orchestrator.control.routing.named import NamedPolicy
 from banaserve.serving import instance as instances
 from banaserve.serving.client import DisaggregatedClient
 from banaserve.serving.cluster import Cluster
-from banaserve.serving.instance import Inflight, Instance, State
+from banaserve.serving.inflight import Inflight
+from banaserve.serving.instance import Instance, State
 from banaserve.serving.launch.budgets import Budgets
 from banaserve.serving.launch.engine_settings import EngineSettings
 from banaserve.serving.liveness import probe
@@ -254,7 +256,7 @@ class Server:
             launcher: Any = self.machine
             await self._start()
             async with guest_monitor.live_migration(
-                self.cluster, launcher, nothing, _NOWHERE, _NOWHERE, 1.0, "shm"
+                self.cluster, launcher, nothing, RunDir(_NOWHERE, _NOWHERE), 1.0, "shm"
             ) as coordinator:
                 self._make_operators(coordinator)
                 await self._be_troubled()
@@ -592,7 +594,7 @@ class Server:
         for one in self.cluster.instances.values():
             assert one.state is State.READY
             assert one.inflight == Inflight(), f"{one.id} counts {one.inflight}"
-            assert one.num_movable == len(one._movable_prompts) == 0
+            assert not one._legs
             llm: Any = one.llm
             assert not llm.output_processor.request_states, f"{one.id} has front-end states"
             assert not llm.output_processor.external_req_ids

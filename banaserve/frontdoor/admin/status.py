@@ -114,7 +114,7 @@ def _instance(
         left_out=left_out,
         gpu_busy_fraction=report.gpu_busy_fraction if report else None,
         gpu_memory_fraction=report.gpu_memory_fraction if report else None,
-        node=host_state.instance.node,
+        node=host_state.instance.place.node,
     )
 
 
@@ -126,4 +126,4 @@ def _state(one: InstanceView, coordinator: Coordinator, roles: Roles) -> str:
         return "drained"
     if instance.is_ready:
         return "ready"
-    return "down" if instance.has_machine else "away"
+    return "down" if instance.place.is_there else "away"

@@ -9,8 +9,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from banaserve.frontdoor.admin.answers import answer, last_of, not_found, route
-from banaserve.serving.requests.trace_collection import TraceCollector
 from banaserve.serving.tracing.request_log import RequestLog
+from banaserve.serving.tracing.trace_collection import TraceCollector
 
 
 @dataclass(frozen=True, slots=True)

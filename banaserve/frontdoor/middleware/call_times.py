@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable
+from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from banaserve.serving.tracing.http_call import HttpCall, RequestTracer, http_call
+from banaserve.serving.tracing.http_call import HttpCall, http_call
+
+if TYPE_CHECKING:  # OpenTelemetry is imported only if it is used
+    from banaserve.serving.tracing.otlp import OtlpTracer
 
 _TRACE_HEADERS = ("traceparent", "tracestate")
 
@@ -22,7 +26,7 @@ class CallTimes:
         tracer: Tracer that is notified when an answer has been sent; None without tracing.
     """
 
-    def __init__(self, app: ASGIApp, tracer: RequestTracer | None = None) -> None:
+    def __init__(self, app: ASGIApp, tracer: OtlpTracer | None = None) -> None:
         self._app = app
         self._tracer = tracer
 

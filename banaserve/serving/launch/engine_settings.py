@@ -53,15 +53,9 @@ class EngineSettings:
     number: int = 0
     by_role: Mapping[Role, RoleEngine] = field(default_factory=dict)
 
-    def config_for(self, role: Role) -> VllmConfig:
-        """Return vLLM's configuration of an engine that is made for ``role``."""
-        own = self.by_role.get(role)
-        return self.config if own is None else own.config
-
-    def argv_for(self, role: Role) -> tuple[str, ...]:
-        """Return vLLM's options of an engine that is made for ``role``; empty as for ``argv``."""
-        own = self.by_role.get(role)
-        return self.argv if own is None else own.argv
+    def engine_for(self, role: Role) -> RoleEngine:
+        """Return the configuration of an engine that is made for ``role``."""
+        return self.by_role.get(role, RoleEngine(self.config, self.argv))
 
 
 def weights_of(config: VllmConfig) -> str:

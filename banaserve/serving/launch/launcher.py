@@ -22,9 +22,8 @@ from banaserve.base.platform.processes import in_daemon_thread
 from banaserve.base.types import Distance
 from banaserve.contracts.instances import NodeStatus
 from banaserve.kvstore.daemon.options import StoreOptions
-from banaserve.migration.rpc.messages import GuestAddress
-from banaserve.serving.launch import messages
 from banaserve.serving.launch.devices import Devices
+from banaserve.serving.launch.messages import Order, StartEngine
 from banaserve.serving.launch.parent_link import ORDER_S, ParentLink, ParentLostError
 from banaserve.serving.launch.spawn import spawn
 from banaserve.serving.monitoring import metrics
@@ -33,6 +32,23 @@ from banaserve.transport.registry import SHARED_MEMORY
 
 logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
+
+
+class InstancePlace(NamedTuple):
+    """Machine of an instance.
+
+    Attributes:
+        node: Name of the machine; empty for this machine.
+        store: ``HOST:PORT`` of the store on the machine, as its peers know it; empty if that is the
+            front door's store, or there is none.
+        is_local: True if the engine's process runs on this machine; False if a shim stands for it.
+        is_there: True if the machine is available, so that an engine can be started.
+    """
+
+    node: str = ""
+    store: str = ""
+    is_local: bool = True
+    is_there: bool = True
 
 
 class GuestPlace(NamedTuple):
@@ -46,31 +62,14 @@ class GuestPlace(NamedTuple):
 
 
 class Launcher(ABC):
-    """Launcher of engine cores, each of which shakes hands over ``handshake_address``.
+    """Launcher of engine cores and guests.
 
-    ``vllm_argv`` has vLLM's options of an engine; empty for those that the launcher was made with.
     The methods that are not abstract are those of a launcher of processes on this machine.
     """
 
     @abstractmethod
-    async def start(
-        self,
-        instance_id: str,
-        handshake_address: str,
-        log_path: Path,
-        vllm_argv: tuple[str, ...] = (),
-    ) -> int:
-        """Start an engine core and return its process id."""
-
-    @abstractmethod
-    async def start_guest(
-        self, address: GuestAddress, log_path: Path, vllm_argv: tuple[str, ...] = ()
-    ) -> int:
-        """Start a guest that answers at ``address`` and return its process id.
-
-        Args:
-            vllm_argv: vLLM's options of the host's engine.
-        """
+    async def start(self, order: Order) -> int:
+        """Start an engine core or a guest, and return its process id."""
 
     @abstractmethod
     def close(self) -> None:
@@ -162,28 +161,13 @@ class Launcher(ABC):
         """
         _refuse_nodes()
 
-    def is_local(self, instance_id: str) -> bool:
-        """Return whether the engine's process runs on this machine, without a shim."""
-        return True
-
-    def node_of(self, instance_id: str) -> str:
-        """Return the name of the instance's machine; empty for this machine."""
-        return ""
+    def place_of(self, instance_id: str) -> InstancePlace:
+        """Return the instance's machine."""
+        return InstancePlace()
 
     def distance(self, source: str, target: str) -> Distance | None:
         """Return the distance between the machines of two instances; None if it is unknown."""
         return None
-
-    def store_of(self, instance_id: str) -> str:
-        """Return ``HOST:PORT`` of the store on the instance's machine, as its peers know it.
-
-        Empty if that is the front door's store, or there is none.
-        """
-        return ""
-
-    def is_there(self, instance_id: str) -> bool:
-        """Return whether the instance's machine is available, so that an engine can be started."""
-        return True
 
     def has_lost_parent(self, instance_id: str) -> bool:
         """Return whether the engine's parent or machine is gone, which ends the engine, too."""
@@ -243,48 +227,36 @@ class ForkLauncher(Launcher):
         self._parents: dict[str, ParentLink] = {}
         self._replacing = asyncio.Lock()
 
-    async def start(
-        self,
-        instance_id: str,
-        handshake_address: str,
-        log_path: Path,
-        vllm_argv: tuple[str, ...] = (),
-    ) -> int:
-        until_s = time.monotonic() + ORDER_S
-        parent, pid = await self._ordered(
-            messages.StartEngine(instance_id, handshake_address, str(log_path), vllm_argv, until_s)
-        )
-        self._parents[instance_id] = parent
+    async def start(self, order: Order) -> int:
+        parent, pid = await self._ordered(order)
+        if isinstance(order, StartEngine):
+            self._parents[order.instance_id] = parent
         return pid
 
     def has_lost_parent(self, instance_id: str) -> bool:
         parent = self._parents.get(instance_id)
         return parent is not None and not parent.is_running
 
-    async def start_guest(
-        self, address: GuestAddress, log_path: Path, vllm_argv: tuple[str, ...] = ()
-    ) -> int:
-        until_s = time.monotonic() + ORDER_S
-        order = messages.StartGuest(address, str(log_path), vllm_argv, until_s)
-        _, pid = await self._ordered(order)
-        return pid
-
-    async def _ordered(self, order: messages.Order) -> tuple[ParentLink, int]:
+    async def _ordered(self, order: Order) -> tuple[ParentLink, int]:
         """Return the parent that carried out ``order``, and the id of the started process."""
         await self._sweep()
         parent = self._parent
         try:
-            return parent, await in_daemon_thread(lambda: parent.order(order))
+            return parent, await self._give(parent, order)
         except ParentLostError as lost:
             logger.warning("%s: another one is started", lost)
         try:
             parent = await self._other_than(parent)
-            again = msgspec.structs.replace(order, until_s=time.monotonic() + ORDER_S)
-            return parent, await in_daemon_thread(lambda: parent.order(again))
+            return parent, await self._give(parent, order)
         except ParentLostError as lost:
             raise InstanceDeadError(
                 f"{lost}, and no other one can be started: see front.log in the run's folder"
             ) from lost
+
+    @staticmethod
+    async def _give(parent: ParentLink, order: Order) -> int:
+        limited = msgspec.structs.replace(order, until_s=time.monotonic() + ORDER_S)
+        return await in_daemon_thread(lambda: parent.order(limited))
 
     async def _other_than(self, lost: ParentLink) -> ParentLink:
         """Return the parent that follows ``lost``; the first caller starts it."""
@@ -334,32 +306,14 @@ class SpawnLauncher(Launcher):
     def release(self, instance_id: str) -> None:
         self._devices.release(instance_id)
 
-    async def start(
-        self,
-        instance_id: str,
-        handshake_address: str,
-        log_path: Path,
-        vllm_argv: tuple[str, ...] = (),
-    ) -> int:
-        argv = vllm_argv or self._vllm_argv
-        order = messages.StartEngine(instance_id, handshake_address, str(log_path), argv)
-        return self._spawn(order, self._environment(instance_id))
-
-    async def start_guest(
-        self, address: GuestAddress, log_path: Path, vllm_argv: tuple[str, ...] = ()
-    ) -> int:
-        order = messages.StartGuest(address, str(log_path), vllm_argv or self._vllm_argv)
-        return self._spawn(order, self._environment(address.target))
-
-    def _environment(self, instance_id: str) -> dict[str, str]:
+    async def start(self, order: Order) -> int:
+        beside = order.instance_id if isinstance(order, StartEngine) else order.address.target
         environment = dict(os.environ)
-        if (devices := self._devices.of(instance_id)) is not None:
+        if (devices := self._devices.of(beside)) is not None:
             environment["CUDA_VISIBLE_DEVICES"] = devices
-        return environment
-
-    def _spawn(self, order: messages.Order, environment: dict[str, str]) -> int:
+        argv = order.vllm_argv or self._vllm_argv
         self._processes = [p for p in self._processes if p.poll() is None]
-        process = spawn(order, environment)
+        process = spawn(msgspec.structs.replace(order, vllm_argv=argv), environment)
         self._processes.append(process)
         return process.pid
 

@@ -20,7 +20,7 @@ class StartEngine(msgspec.Struct, tag=True, frozen=True):
     An engine parent forks the core; a new process that reads the order becomes the core.
 
     Attributes:
-        vllm_argv: vLLM's options; empty for those that the engine parent was made with.
+        vllm_argv: vLLM's options; empty for those that the launcher was made with.
         until_s: Time on the monotonic clock, in seconds, after which a parent that reads the order
             ignores it; 0 for no limit.
     """

@@ -53,7 +53,7 @@ class LivenessProbe:
     def _begin_anew(self) -> None:
         """Restart all measurements of silence at this moment."""
         # The processor use of an engine on another machine is unknown here.
-        counts_work = is_on_cpu() and self._instance.is_local
+        counts_work = is_on_cpu() and self._instance.place.is_local
         limits = self._timeouts
         self._watch = StallWatch(limits.stall_s, limits.spin_s, counts_work=counts_work)
         self._since_s = self._clock.now()

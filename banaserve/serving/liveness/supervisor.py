@@ -82,7 +82,7 @@ class Supervisor:
     def has_failed(self) -> bool:
         """True if every instance has been given up, and none waits for its machine."""
         every = self._instances.values()
-        return all(i.state is State.FAILED and i.has_machine for i in every)
+        return all(i.state is State.FAILED and i.place.is_there for i in every)
 
     def watch(self, instance: Instance) -> None:
         """Keep an instance alive after its start."""
@@ -160,7 +160,7 @@ class Supervisor:
             instance.mark_dead(State.FAILED)
             if self.has_failed:
                 self.failed.set()
-            was_there = instance.has_machine
+            was_there = instance.place.is_there
             await self._pause(instance)
             replacement = self._replacements.pop(instance.id, None)
             if replacement is not None and await self._start_other(instance, replacement):
@@ -174,15 +174,15 @@ class Supervisor:
         An instance that was given up is retried after ``retry_s``; one whose machine is away, when
         the machine is back.
         """
-        until_s, was_there = self._clock.now() + self._timeouts.retry_s, instance.has_machine
+        until_s, was_there = self._clock.now() + self._timeouts.retry_s, instance.place.is_there
         while self._clock.now() < until_s and instance.id not in self._replacements:
-            if self._is_removed(instance) or instance.has_machine is not was_there:
+            if self._is_removed(instance) or instance.place.is_there is not was_there:
                 return
             await self._clock.sleep(_PAUSE_POLL_S)
 
     async def _restart(self, instance: Instance, restarts: RestartPolicy) -> bool:
         while (
-            instance.has_machine
+            instance.place.is_there
             and (delay_s := restarts.next_delay_s(self._clock.now())) is not None
         ):
             await asyncio.sleep(delay_s)
@@ -205,7 +205,7 @@ class Supervisor:
             instance.kill()
             if self._is_removed(instance):
                 return False
-        if instance.has_machine:
+        if instance.place.is_there:
             logger.error("instance %s ends too often: given up", instance.id)
         else:
             logger.warning("instance %s waits for its machine", instance.id)

@@ -1,4 +1,4 @@
-"""Reports of engines, GPU figures, metrics, OpenTelemetry spans. In the server's process.
+"""Reports of engines, GPU figures, metrics. In the server's process.
 
 Entry: ``reports.ReportBoard``.
 """

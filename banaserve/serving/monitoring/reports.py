@@ -6,7 +6,7 @@ They arrive in the statistics that vLLM sends with its outputs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from banaserve.base.clock import Clock
 from banaserve.base.types import BackPressure, InstanceId, InstanceReport
@@ -22,6 +22,7 @@ _FIRST = StepTime.of(5e-3, 5e-4, 1e-7, 1e-6, 5e-4, doubt=3.0)
 _SEEN_AFTER = 5
 """Number of samples of a kind of work below which its coefficients are still the first guess."""
 _FETCH_WEIGHT = 0.1
+_WORK = ("prefill_tokens", "prefill_pairs", "decode_requests", "context_tokens")
 _LEARNT_AFTER = 20
 """Number of samples below which predictions, such as a step's fill, would be guesswork."""
 _ROOM = (
@@ -151,17 +152,12 @@ class StepMeter:
 
 
 def _mean_work(counted: Mapping[str, float], steps: float) -> StepWork:
-    names = ("prefill_tokens", "prefill_pairs", "decode_requests", "context_tokens")
-    return StepWork(**{name: counted.get(f"step_{name}", 0.0) / steps for name in names})
+    return StepWork(**{name: counted.get(f"step_{name}", 0.0) / steps for name in _WORK})
 
 
 def _blended(old: StepWork, new: StepWork, weight: float) -> StepWork:
-    return StepWork(
-        old.prefill_tokens + weight * (new.prefill_tokens - old.prefill_tokens),
-        old.prefill_pairs + weight * (new.prefill_pairs - old.prefill_pairs),
-        old.decode_requests + weight * (new.decode_requests - old.decode_requests),
-        old.context_tokens + weight * (new.context_tokens - old.context_tokens),
-    )
+    pairs = {name: (getattr(old, name), getattr(new, name)) for name in _WORK}
+    return StepWork(**{name: was + weight * (now - was) for name, (was, now) in pairs.items()})
 
 
 class ReportBoard:
@@ -192,7 +188,7 @@ class ReportBoard:
         self.block_tokens = 0
         self.room_wait_s = 0.0
         self._gpu = gpu
-        self._heard: _Heard | None = None
+        self._heard: InstanceReport | None = None
         self._last: InstanceReport | None = None
         self._unlearnt: dict[str, float] = {}
         self._learnt_s = float("-inf")
@@ -215,16 +211,23 @@ class ReportBoard:
         if now_s - self._learnt_s >= _LEARN_EVERY_S:
             self._learn()
         num_waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
-        usage = stats.kv_cache_usage
-        pressure = _pressure(self._room)
-        self._hear(_Heard(now_s, stats.num_running_reqs, num_waiting, usage, pressure))
+        self._hear(
+            InstanceReport(
+                stats.num_running_reqs,
+                num_waiting,
+                stats.kv_cache_usage,
+                busy_fraction=0.0,
+                at_s=now_s,
+                back_pressure=_pressure(self._room),
+            )
+        )
 
     def answered(self, idle: bool) -> None:
         """Renew the report as the engine has answered: its last statistics hold, or it is idle."""
         self._learn()
         now_s, heard = self._clock.now(), self._heard
         if idle or heard is None:
-            self._hear(_Heard(now_s, 0, 0, 0.0))
+            self._hear(InstanceReport(0, 0, 0.0, busy_fraction=0.0, at_s=now_s))
         else:
             self._hear(replace(heard, at_s=now_s))
 
@@ -235,7 +238,8 @@ class ReportBoard:
             self._last = self._report(self._heard)
         return self._last
 
-    def _hear(self, heard: _Heard) -> None:
+    def _hear(self, heard: InstanceReport) -> None:
+        """Take what an engine has reported; the meter's values are added on reading."""
         self._heard, self._last = heard, None
         self._num_for_room.set(heard.back_pressure.num_prompts if heard.back_pressure else 0)
 
@@ -246,15 +250,12 @@ class ReportBoard:
         self.meter.record(counted, self._learnt_s)
         self._step_error.set(self.meter.model.error_fraction)
 
-    def _report(self, heard: _Heard) -> InstanceReport:
+    def _report(self, heard: InstanceReport) -> InstanceReport:
         meter = self.meter
         usage = self._gpu.read() if self._gpu is not None else None
-        return InstanceReport(
-            num_running=heard.num_running,
-            num_waiting=heard.num_waiting,
-            kv_used_fraction=heard.kv_used_fraction,
+        return replace(
+            heard,
             busy_fraction=meter.busy_fraction,
-            at_s=heard.at_s,
             step_fill_fraction=meter.fill_fraction,
             step_s=meter.step_s,
             step_tokens=meter.step_tokens,
@@ -262,19 +263,7 @@ class ReportBoard:
             gpu_memory_fraction=usage.memory_fraction if usage else None,
             step_coefficients=meter.coefficients,
             fetch_token_s=meter.fetch_block_s / self.block_tokens if self.block_tokens else 0.0,
-            back_pressure=heard.back_pressure,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Heard:
-    """Statistics that an engine has reported."""
-
-    at_s: float
-    num_running: int
-    num_waiting: int
-    kv_used_fraction: float
-    back_pressure: BackPressure | None = None
 
 
 def _pressure(room: Mapping[str, float]) -> BackPressure | None:

@@ -32,17 +32,8 @@ from banaserve.serving.monitoring import metrics
 from banaserve.serving.moves.guest_pool import GuestPool
 from banaserve.serving.moves.host_client import HostClient
 from banaserve.serving.moves.host_state import HostState
-from banaserve.serving.moves.planner import (
-    AvailableBytes,
-    BringBack,
-    ModelFacts,
-    Op,
-    RemoteUnit,
-    check_room,
-    num_bytes,
-    plan_move,
-    plan_return,
-)
+from banaserve.serving.moves.move_plan import RemoteUnit, UnitMove, plan_move, plan_return
+from banaserve.serving.moves.sizes import AvailableBytes, ModelFacts, check_room
 from banaserve.serving.moves.task import MigrationTask
 from banaserve.serving.operations import Operations
 
@@ -102,11 +93,11 @@ class Coordinator(Operations[Migration]):
         async with host_state.planning:
             await host_state.refresh()
             link = host_state.link()
-            ops = self._plan(ask, host_state)
-            taken = self._check_room(ops, target, host_state) if target is not None else 0
-            migration = self._make(ask, ops, target, taken)
-            host_state.moving[migration.id] = [op.modules for op in ops]
-        work = self._migrate(migration, ops, host_state, link, ask.copies_ahead)
+            plan = self._plan(ask, host_state)
+            taken = self._check_room(plan, target, host_state) if target is not None else 0
+            migration = self._make(ask, plan, target, taken)
+            host_state.moving[migration.id] = [planned.modules for planned in plan]
+        work = self._migrate(migration, plan, target, host_state, link, ask.copies_ahead)
         self._carry_out(migration, work)
         await asyncio.sleep(0)  # a task that is cancelled before its first step runs no handler
         return migration
@@ -216,7 +207,7 @@ class Coordinator(Operations[Migration]):
             await asyncio.sleep(_POLL_S)
         del self.hosts[instance_id]
         self.leaving.discard(instance_id)
-        self.guests.shares.forget(instance_id)
+        self.guests.forget_bound(instance_id)
 
     # ---- checks
 
@@ -237,34 +228,40 @@ class Coordinator(Operations[Migration]):
         if name in self.leaving:
             raise MigrationError(f"instance {name} is being removed")
 
-    def _plan(self, ask: MigrationRequest, host_state: HostState) -> Sequence[Op]:
+    def _plan(self, ask: MigrationRequest, host_state: HostState) -> Sequence[UnitMove]:
         away, wanted = host_state.units(self.guests), unit_asked(ask)
         if isinstance(ask, Return):
             return plan_return(wanted, away, host_state.moving)
         assert wanted is not None
         return plan_move(wanted, ask.target, self.facts.shape, away, host_state.moving)
 
-    def _check_room(self, ops: Sequence[Op], target: InstanceId, host_state: HostState) -> int:
+    def _check_room(
+        self, plan: Sequence[UnitMove], target: InstanceId, host_state: HostState
+    ) -> int:
         taken = 0
-        for op in ops:
+        for planned in plan:
 
             def left(name: str, taken: int = taken) -> int:
                 return self._available(name) - taken
 
             kv, num_ranks = host_state.kv, host_state.instance.num_ranks
-            taken += check_room(op.modules, target, self.facts, kv, left, num_ranks)
+            taken += check_room(planned.modules, target, self.facts, kv, left, num_ranks)
         return taken
 
     def _make(
-        self, ask: MigrationRequest, ops: Sequence[Op], target: InstanceId | None, taken: int
+        self,
+        ask: MigrationRequest,
+        plan: Sequence[UnitMove],
+        target: InstanceId | None,
+        taken: int,
     ) -> Migration:
         migration_id = self._new_id()
-        kind = "return" if isinstance(ask, Return) else ops[0].modules.kind
+        kind = "return" if isinstance(ask, Return) else plan[0].modules.kind
         moves = []
-        for number, op in enumerate(ops):
+        for number, planned in enumerate(plan):
             move_id = f"{migration_id}.{number}"
-            unit_id = getattr(op, "unit_id", move_id)
-            moves.append(MoveStatus(move_id, unit_id, str(op.modules), target))
+            unit_id = planned.unit_id or move_id
+            moves.append(MoveStatus(move_id, unit_id, str(planned.modules), target))
         return Migration(
             migration_id, kind, ask.source, target, "waiting", moves, predicted_bytes=taken
         )
@@ -274,7 +271,8 @@ class Coordinator(Operations[Migration]):
     async def _migrate(
         self,
         migration: Migration,
-        ops: Sequence[Op],
+        plan: Sequence[UnitMove],
+        target: InstanceId | None,
         host_state: HostState,
         link: HostClient,
         precopy: bool,
@@ -282,7 +280,9 @@ class Coordinator(Operations[Migration]):
         try:
             async with host_state.turn:
                 migration.state = "running"
-                await self._move_all(migration, ops, host_state, link, precopy)
+                for planned, move in zip(plan, migration.moves, strict=True):
+                    link.check()  # the plan holds only for the incarnation that it was made from
+                    await self._move(migration, planned, move, target, host_state, precopy)
         finally:
             host_state.moving.pop(migration.id, None)
 
@@ -298,36 +298,33 @@ class Coordinator(Operations[Migration]):
             with contextlib.suppress(BanaServeError):
                 await host_state.refresh()
 
-    async def _move_all(
+    async def _move(
         self,
         migration: Migration,
-        ops: Sequence[Op],
+        planned: UnitMove,
+        move: MoveStatus,
+        target: InstanceId | None,
         host_state: HostState,
-        link: HostClient,
         precopy: bool,
     ) -> None:
-        for op, move in zip(ops, migration.moves, strict=True):
-            link.check()  # the plan holds only for the incarnation that it was made from
-            target = InstanceId(migration.to) if migration.to is not None else None
-            course = MigrationTask(
-                host_state,
-                self.guests,
-                move,
-                op,
-                target,
-                num_bytes(op.modules, self.facts, host_state.kv),
-                lambda: self._is_aborting(migration),
-                precopy,
-                lambda move=move: self._note_commit(migration, move),  # type: ignore[misc]
-            )
-            try:
-                await course.run()
-            finally:
-                migration.blocks_gained += course.blocks_gained
-            _count(migration.kind, move)
-            has_kv = op.modules.kv_pages(self.facts.num_kv_heads) > 0
-            if has_kv and not isinstance(op, BringBack) and not course.blocks_gained:
-                migration.notes.append(f"{move.modules}: frees bytes, but no block of the pool")
+        task = MigrationTask(
+            host_state,
+            self.guests,
+            move,
+            planned,
+            target,
+            precopy,
+            is_aborted=lambda: self._is_aborting(migration),
+            on_commit=lambda: self._note_commit(migration, move),
+        )
+        try:
+            await task.run()
+        finally:
+            migration.blocks_gained += task.blocks_gained
+        _count(migration.kind, move)
+        has_kv = planned.modules.kv_pages(self.facts.num_kv_heads) > 0
+        if has_kv and target is not None and not task.blocks_gained:
+            migration.notes.append(f"{move.modules}: frees bytes, but no block of the pool")
 
 
 def _count(kind: str, move: MoveStatus) -> None:

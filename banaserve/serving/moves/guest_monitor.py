@@ -9,9 +9,9 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 from banaserve.base.errors import BanaServeError, MigrationError
+from banaserve.base.run_dir import RunDir
 from banaserve.base.types import InstanceId, ModulePlacement
 from banaserve.engine.compat.config import VllmConfig
 from banaserve.migration.worker_api import HostStatus, LinkState
@@ -22,11 +22,7 @@ from banaserve.serving.moves import guest_sharing, process_stats
 from banaserve.serving.moves.coordinator import Coordinator
 from banaserve.serving.moves.guest_pool import GuestHandle, GuestPool
 from banaserve.serving.moves.host_state import HostState
-from banaserve.serving.moves.planner import (
-    machine_available_bytes,
-    model_facts,
-    num_bytes,
-)
+from banaserve.serving.moves.sizes import machine_available_bytes, model_facts
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +51,6 @@ class GuestMonitor:
         self._counted: dict[str, tuple[int, int, int]] = {}
         self._shared: set[InstanceId] = set()
         self._task: asyncio.Task[None] | None = None
-        self._urgent = asyncio.Event()
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run())
@@ -65,17 +60,14 @@ class GuestMonitor:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def guest_ended(self, guest: GuestHandle) -> None:
-        """Look at all hosts at once: a host notices a closed connection when it is asked."""
-        self._urgent.set()
-
     async def _run(self) -> None:
         looks = 0
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
-                    await self._urgent.wait()
-            self._urgent.clear()
+                    # A host notices a closed connection when it is asked.
+                    await self._guests.has_lost_one.wait()
+            self._guests.has_lost_one.clear()
             try:
                 await self._look(looks)
             except Exception:
@@ -120,13 +112,9 @@ class GuestMonitor:
         self._count(host_state.id, status, host_state.link().incarnation)
 
     def _placements(self, host_state: HostState) -> tuple[ModulePlacement, ...]:
-        status = host_state.status
-        assert status is not None
-        epochs = {unit.unit_id: unit.epoch for unit in status.units}
-        facts, kv = self._coordinator.facts, host_state.kv
         found = []
         for unit in host_state.units(self._guests):
-            size = num_bytes(unit.modules, facts, kv)
+            size = host_state.num_bytes(unit.modules)
             parts = unit.modules.as_modules()
             for part in parts:
                 found.append(
@@ -134,7 +122,7 @@ class GuestMonitor:
                         part,
                         host=InstanceId(host_state.id),
                         guest=InstanceId(unit.at),
-                        epoch=epochs[unit.unit_id],
+                        epoch=unit.epoch,
                         since_s=host_state.since_s.get(unit.unit_id, 0.0),
                         guest_bytes=size // len(parts),
                     )
@@ -232,8 +220,7 @@ async def live_migration(
     cluster: Cluster,
     launcher: Launcher,
     config: VllmConfig,
-    logs: Path,
-    sockets: Path,
+    run: RunDir,
     guest_share: float,
     transport: str,
 ) -> AsyncIterator[Coordinator]:
@@ -243,18 +230,14 @@ async def live_migration(
         guest_share: Share of an instance's device that guests beside it may take.
         transport: Transport that carries KV and activations.
     """
-
-    def guest_ended(guest: GuestHandle) -> None:
-        overseer.guest_ended(guest)
-
-    guests = GuestPool(launcher, logs, sockets, transport, guest_ended, guest_share)
+    guests = GuestPool(launcher, run, transport, guest_share)
     facts = model_facts(config)
     coordinator = Coordinator(cluster.instances, guests, facts, machine_available_bytes)
-    overseer = GuestMonitor(coordinator)
+    monitor = GuestMonitor(coordinator)
     cluster.supervisor.on_ended.append(coordinator.instance_ended)
-    overseer.start()
+    monitor.start()
     try:
         yield coordinator
     finally:
-        await overseer.stop()
+        await monitor.stop()
         await coordinator.stop()

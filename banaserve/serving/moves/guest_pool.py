@@ -9,20 +9,22 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from banaserve.base.config import LEAST_GUEST_SHARE
 from banaserve.base.errors import MigrationError
 from banaserve.base.platform import processes
+from banaserve.base.run_dir import RunDir
 from banaserve.base.types import InstanceId
 from banaserve.migration.ranks import check_devices
 from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.migration.worker_api import LinkState
+from banaserve.serving.instance import Instance
 from banaserve.serving.launch.launcher import Launcher
+from banaserve.serving.launch.messages import StartGuest
 from banaserve.serving.moves.host_client import HostClient
 from banaserve.serving.moves.process_stats import ProcessUsage
-from banaserve.serving.moves.shares import Shares
 from banaserve.serving.moves.timeouts import MoveStage, timeout_s
 
 logger = logging.getLogger(__name__)
@@ -96,32 +98,28 @@ class GuestPool:
 
     Args:
         launcher: Launcher that starts the guests.
-        logs: Folder of the guests' logs.
-        sockets: Private folder of the run, with a short path.
+        run: Folders of the run.
         transport: Transport that carries KV.
-        on_end: Callback when a guest's processes have ended, for any reason.
         share: Share of an instance's device that guests beside it may take, for instances that
             have no share of their own.
 
     Attributes:
-        shares: Bounds of the guests' shares.
+        has_lost_one: Event set when a guest's processes have ended, for any reason.
     """
 
     def __init__(
         self,
         launcher: Launcher,
-        logs: Path,
-        sockets: Path,
+        run: RunDir,
         transport: str,
-        on_end: Callable[[GuestHandle], None],
         share: float = 1.0,
     ) -> None:
-        self.shares = Shares(share)
+        self.has_lost_one = asyncio.Event()
+        self._share = share
+        self._shares: dict[InstanceId, float] = {}
         self._launcher = launcher
-        self._logs = logs
-        self._sockets = sockets
+        self._run = run
         self._transport = transport
-        self._on_end = on_end
         self._secret = secrets.token_hex(32)
         self._numbers = itertools.count()
         self._guests: dict[str, GuestHandle] = {}
@@ -139,7 +137,27 @@ class GuestPool:
 
     def share_of(self, guest: GuestHandle) -> float:
         """Return the share of its target's device that a guest may take."""
-        return self.shares.bound(guest.target) / max(1, len(self.beside(guest.target)))
+        return self.bound(guest.target) / max(1, len(self.beside(guest.target)))
+
+    def bound(self, target: InstanceId) -> float:
+        """Return the share of the device of ``target`` that guests beside it may take together."""
+        return self._shares.get(target, self._share)
+
+    def set_bound(self, target: InstanceId, fraction: float) -> None:
+        """Bound the share of all guests beside ``target``, also of those that come later.
+
+        Raises:
+            MigrationError: The fraction is out of range.
+        """
+        if not LEAST_GUEST_SHARE <= fraction <= 1.0:
+            raise MigrationError(
+                f"guests take {LEAST_GUEST_SHARE:g} to 1 of a device, not {fraction:g}"
+            )
+        self._shares[target] = fraction
+
+    def forget_bound(self, target: InstanceId) -> None:
+        """Forget the bound of an instance that has been removed."""
+        self._shares.pop(target, None)
 
     def free_for(
         self, host: InstanceId, target: InstanceId, *, loads_weights: bool
@@ -153,22 +171,23 @@ class GuestPool:
         return None
 
     async def start(
-        self, host: InstanceId, target: InstanceId, link: HostClient, move_id: str
+        self, instance: Instance, target: InstanceId, link: HostClient, move_id: str
     ) -> GuestHandle:
-        """Start a guest for a move and let its host connect to it.
+        """Start a guest for a move of ``instance``'s modules, and let its host connect to it.
 
         Raises:
             MigrationError: The guest could not be started or reached.
             InstanceDeadError: The host has ended, or the launcher's process has.
         """
+        host = instance.id
         guest_id = f"g{next(self._numbers)}-{host}-{target}"
-        addresses = await self._addresses(guest_id, host, target, link.num_ranks)
-        log_path = self._logs / f"guest-{host}-{target}.log"
+        addresses = await self._addresses(guest_id, host, target, instance.num_ranks)
+        log_path = self._run.logs / f"guest-{host}-{target}.log"
         guest = GuestHandle(guest_id, host, target, (), moves={move_id})
         try:
             for address in addresses:
-                pid = await self._launcher.start_guest(address, log_path, link.vllm_argv)
-                guest.pids += (pid,)
+                order = StartGuest(address, str(log_path), instance.vllm_argv)
+                guest.pids += (await self._launcher.start(order),)
         except BaseException:
             guest.kill()
             raise
@@ -212,7 +231,8 @@ class GuestPool:
         self, guest_id: str, host: InstanceId, target: InstanceId, rank: int | None = None
     ) -> GuestAddress:
         name = guest_id if rank is None else f"{guest_id}.{rank}"
-        place = await self._launcher.guest_place(host, target, name, self._transport, self._sockets)
+        sockets, transport = self._run.sockets, self._transport
+        place = await self._launcher.guest_place(host, target, name, transport, sockets)
         return GuestAddress(
             guest_id=guest_id,
             channel=place.channel,
@@ -238,9 +258,9 @@ class GuestPool:
             is_lost = known is not None and known.state is LinkState.LOST
             if is_lost or guest.id not in self._guests:
                 reason = (known.reason if known is not None else "") or "it ended while it started"
-                raise MigrationError(f"guest beside {guest.target}: {reason}; see {self._logs}")
+                raise MigrationError(f"guest beside {guest.target}: {reason}; see {self._run.logs}")
             await asyncio.sleep(_POLL_S)
-        raise MigrationError(f"the guest beside {guest.target} did not start; see {self._logs}")
+        raise MigrationError(f"the guest beside {guest.target} did not start; see {self._run.logs}")
 
     async def _watch(self, guest: GuestHandle, rendezvous: str) -> None:
         """Kill a guest's other processes once one ends: they would wait for its partial sums."""
@@ -261,7 +281,7 @@ class GuestPool:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(rendezvous)
         self._guests.pop(guest.id, None)
-        self._on_end(guest)
+        self.has_lost_one.set()
 
     async def stop(self) -> None:
         """Kill all guests."""

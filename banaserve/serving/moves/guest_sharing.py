@@ -37,7 +37,7 @@ async def share(coordinator: Coordinator, ask: ShareRequest) -> GuestSharing:
     """
     check_known("instance", ask.instance, coordinator.hosts)
     target = InstanceId(ask.instance)
-    coordinator.guests.shares.set(target, ask.fraction)
+    coordinator.guests.set_bound(target, ask.fraction)
     await settle(coordinator.guests, coordinator.hosts)
     return sharing_of(coordinator, coordinator.hosts[target])
 
@@ -49,7 +49,7 @@ def sharing_of(coordinator: Coordinator, host_state: HostState) -> GuestSharing:
     busy = min(1.0, sum(guest.busy_fraction for guest in here))
     return GuestSharing(
         instance=target,
-        fraction=coordinator.guests.shares.bound(target),
+        fraction=coordinator.guests.bound(target),
         num_guests=len(here),
         busy_fraction=busy,
         predicted_slow_down=predicted_slow_down(busy),

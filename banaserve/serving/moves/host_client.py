@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
 from banaserve.base.errors import InstanceDeadError, MigrationError, NoAnswerError, ProtocolError
@@ -45,16 +45,6 @@ class HostClient:
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
-    def vllm_argv(self) -> tuple[str, ...]:
-        """Options of the engine; empty if they are the options that the launcher was made with."""
-        return self._instance.vllm_argv
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of tensor-parallel workers of the engine."""
-        return self._instance.num_ranks
-
-    @property
     def is_alive(self) -> bool:
         instance = self._instance
         return (
@@ -86,27 +76,27 @@ class HostClient:
         await self._worker(call(MigrationApi.banaserve_migration_detach, guest_id))
 
     async def prepare(self, move_id: str, modules: MigrationUnit, guest_id: str) -> MoveReport:
-        return await self._move(
+        return await self._worker(
             call(MigrationApi.banaserve_migration_prepare, move_id, modules, guest_id)
         )
 
     async def move_on(self, move_id: str, unit_id: str, guest_id: str | None) -> MoveReport:
-        return await self._move(
+        return await self._worker(
             call(MigrationApi.banaserve_migration_move_on, move_id, unit_id, guest_id)
         )
 
     async def precopy(self, move_id: str) -> MoveReport:
-        return await self._move(call(MigrationApi.banaserve_migration_precopy, move_id))
+        return await self._worker(call(MigrationApi.banaserve_migration_precopy, move_id))
 
     async def commit(self, move_id: str, timeout_s: float) -> CommitReport:
         asked = call(MigrationApi.banaserve_migration_commit, move_id)
-        return await self._worker(asked, timeout_s, rank_reports.commit_of)
+        return await self._worker(asked, timeout_s)
 
     async def free(self, move_id: str) -> MoveReport:
-        return await self._move(call(MigrationApi.banaserve_migration_free, move_id))
+        return await self._worker(call(MigrationApi.banaserve_migration_free, move_id))
 
     async def abort(self, move_id: str) -> MoveReport:
-        return await self._move(call(MigrationApi.banaserve_migration_abort, move_id))
+        return await self._worker(call(MigrationApi.banaserve_migration_abort, move_id))
 
     async def set_overlap(self, max_microbatches: int) -> OverlapStatus:
         return await self._worker(call(MigrationApi.banaserve_migration_overlap, max_microbatches))
@@ -118,8 +108,7 @@ class HostClient:
         return await self._worker(call(MigrationApi.banaserve_migration_experts, counting))
 
     async def status(self, memory: bool = False) -> HostStatus:
-        asked = call(MigrationApi.banaserve_migration_status, memory)
-        return await self._worker(asked, together=rank_reports.status_of)
+        return await self._worker(call(MigrationApi.banaserve_migration_status, memory))
 
     # ---- calls to the scheduler: see ``CoreApi``
 
@@ -132,21 +121,12 @@ class HostClient:
 
     # ---- inside
 
-    async def _move(self, asked: RemoteCall[MoveReport]) -> MoveReport:
-        return await self._worker(asked, together=rank_reports.move_of)
-
-    async def _worker(
-        self,
-        asked: RemoteCall[T],
-        timeout_s: float | None = None,
-        together: Callable[[Sequence[T]], T] = rank_reports.first_of,
-    ) -> T:
-        """Call a method on all workers of the engine; ``together`` merges their replies."""
+    async def _worker(self, asked: RemoteCall[T], timeout_s: float | None = None) -> T:
+        """Call a method on all workers of the engine, and return one reply for all of them."""
         made = self._llm().collective_rpc(asked.name, timeout=None, args=asked.args)
-        within_s = CALL_TIMEOUT_S if timeout_s is None else timeout_s
         what = asked.name.removeprefix("banaserve_migration_")
-        replies: list[object] = await self._within(made, within_s, what)
-        return together(self._read_all(asked, replies))
+        replies: list[object] = await self._within(made, timeout_s or CALL_TIMEOUT_S, what)
+        return rank_reports.together(self._read_all(asked, replies))
 
     async def _core(self, asked: RemoteCall[T]) -> T:
         made = compat.call_utility(self._llm(), asked.name, *asked.args)

@@ -11,11 +11,9 @@ from banaserve.migration.worker_api import HostStatus, KvStatus
 from banaserve.serving.instance import Instance
 from banaserve.serving.moves.guest_pool import GuestPool
 from banaserve.serving.moves.host_client import HostClient
-from banaserve.serving.moves.planner import (
-    ModelFacts,
-    RemoteUnit,
-)
+from banaserve.serving.moves.move_plan import RemoteUnit
 from banaserve.serving.moves.process_stats import CoreWaits
+from banaserve.serving.moves.sizes import ModelFacts
 
 
 class HostState:
@@ -28,7 +26,6 @@ class HostState:
         status: Last status that the host reported; None before the first.
         since_s: Time at which each unit arrived at its present place, by unit id, on the event
             loop's clock.
-        changed_s: Time at which a unit last moved; None if none has moved.
         slow_down: Recent run time of the instance's threads relative to an idle device; None if
             they have hardly run.
         grown_blocks: Number of blocks that migration has added to the pool since the start.
@@ -41,7 +38,6 @@ class HostState:
         self.moving: dict[str, list[MigrationUnit]] = {}
         self.status: HostStatus | None = None
         self.since_s: dict[str, float] = {}
-        self.changed_s: float | None = None
         self.core_waits = CoreWaits()
         self.slow_down: float | None = None
         self.grown_blocks = 0
@@ -89,6 +85,16 @@ class HostState:
         assert self.status is not None
         return self.status.kv
 
+    def num_bytes(self, modules: MigrationUnit, num_older_blocks: int | None = None) -> int:
+        """Return the bytes of weights and KV that modules of this instance take elsewhere.
+
+        Args:
+            num_older_blocks: Number of KV blocks that have moved; None for all that may.
+        """
+        if num_older_blocks is not None:
+            return num_older_blocks * len(modules.layers) * self.kv.page_bytes
+        return self._facts.num_bytes(modules, self.kv)
+
     def units(self, guests: GuestPool) -> list[RemoteUnit]:
         """Return the units that are away; the place of an unknown guest's unit is ``?``."""
         if self.status is None:
@@ -97,7 +103,16 @@ class HostState:
         for unit in self.status.units:
             guest = guests.get(unit.guest_id)
             at = guest.target if guest is not None else "?"
-            found.append(RemoteUnit(unit.unit_id, unit.modules, at))
+            found.append(
+                RemoteUnit(
+                    unit.unit_id,
+                    unit.modules,
+                    at,
+                    unit.guest_id,
+                    unit.epoch,
+                    unit.num_older_blocks,
+                )
+            )
         return found
 
     # ---- the scheduler's pool

@@ -6,13 +6,15 @@ A guest is not asked, since its answer would cost its host a step.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import time
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 _PROC = Path("/proc")
+_FIELD = re.compile(r"^(\w+):\s+(\d+) kB$", re.MULTILINE)
 _LEAST_RUN_S = 0.01
 """Minimum run time for a meaningful measurement, in seconds."""
 
@@ -56,11 +58,6 @@ def _threads(pid: int) -> dict[str, _Spent]:
     return found
 
 
-_PROC_FS = Path("/proc")
-_TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
-_FIELD = re.compile(r"^(\w+):\s+(\d+) kB$", re.MULTILINE)
-
-
 class ProcessUsage(NamedTuple):
     """Resource use of one process.
 
@@ -81,11 +78,12 @@ class ProcessUsage(NamedTuple):
 def look(pid: int, last: ProcessUsage) -> ProcessUsage | None:
     """Read the kernel's accounts of a process; None if it has ended. Blocks for milliseconds."""
     try:
-        fields = _stat(pid)
-        num_bytes = 1024 * (_rollup(pid) + _status_kb(pid, "RssShmem"))
-    except OSError:
+        used = psutil.Process(pid).cpu_times()
+        private_kb = _kilobytes(pid, "smaps_rollup", "Pss_Anon")
+        num_bytes = 1024 * (private_kb + _kilobytes(pid, "status", "RssShmem"))
+    except (OSError, psutil.Error):
         return None
-    now_s, cpu_s = time.monotonic(), (int(fields[11]) + int(fields[12])) * _TICK_S
+    now_s, cpu_s = time.monotonic(), used.user + used.system
     elapsed_s = now_s - last.at_s
     busy = min(1.0, (cpu_s - last.cpu_s) / elapsed_s) if last.at_s and elapsed_s > 0 else 0.0
     return ProcessUsage(num_bytes, busy, cpu_s, now_s)
@@ -94,21 +92,12 @@ def look(pid: int, last: ProcessUsage) -> ProcessUsage | None:
 def is_stopped(pid: int) -> bool:
     """Return whether a signal or a debugger has stopped the process."""
     try:
-        return _stat(pid)[0] in ("T", "t")
-    except OSError:
+        status = psutil.Process(pid).status()
+    except psutil.Error:
         return False
+    return status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
-def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on: the name before may hold any text."""
-    return (_PROC_FS / str(pid) / "stat").read_text().rpartition(")")[2].split()
-
-
-def _rollup(pid: int) -> int:
-    found = dict(_FIELD.findall((_PROC_FS / str(pid) / "smaps_rollup").read_text()))
-    return int(found.get("Pss_Anon", 0))
-
-
-def _status_kb(pid: int, name: str) -> int:
-    found = dict(_FIELD.findall((_PROC_FS / str(pid) / "status").read_text()))
+def _kilobytes(pid: int, account: str, name: str) -> int:
+    found = dict(_FIELD.findall((_PROC / str(pid) / account).read_text()))
     return int(found.get(name, 0))

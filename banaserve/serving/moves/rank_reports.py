@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -31,9 +31,10 @@ def reason_of(refusals: Iterable[str]) -> str:
     return next((reason for reason in told if OTHER_FAILED not in reason), told[0])
 
 
-def first_of(told: Sequence[T]) -> T:
-    """Return one of several replies that are the same on all ranks."""
-    return told[0]
+def together(told: Sequence[T]) -> T:
+    """Return one reply for those of all ranks: reports are merged, all other replies are equal."""
+    merge = _MERGES.get(type(told[0]))
+    return merge(told) if merge is not None else told[0]
 
 
 def move_of(told: Sequence[MoveReport]) -> MoveReport:
@@ -103,3 +104,10 @@ def _kv_of(told: Sequence[KvStatus]) -> KvStatus:
         resident_bytes=sum(resident) if resident else None,
         written_blocks=max(one.written_blocks for one in told),
     )
+
+
+_MERGES: dict[type, Callable[[Any], Any]] = {
+    MoveReport: move_of,
+    CommitReport: commit_of,
+    HostStatus: status_of,
+}

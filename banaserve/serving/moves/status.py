@@ -15,12 +15,10 @@ from banaserve.contracts.migration_api import (
     UnitModules,
     UnitPlace,
 )
-from banaserve.migration.units.base import MigrationUnit
 from banaserve.migration.units.registry import write_modules
 from banaserve.serving.moves.coordinator import Coordinator
 from banaserve.serving.moves.guest_sharing import sharing_of
 from banaserve.serving.moves.host_state import HostState
-from banaserve.serving.moves.planner import num_bytes
 
 
 async def placement_of(coordinator: Coordinator) -> ClusterPlacement:
@@ -51,7 +49,7 @@ async def _of(coordinator: Coordinator, host_state: HostState) -> InstancePlacem
         num_blocks = (await host_state.link().pool_info()).num_blocks
     except BanaServeError as reason:
         return InstancePlacement(
-            host_state.id, instance.role.value, state, str(reason), node=instance.node
+            host_state.id, instance.role.value, state, str(reason), node=instance.place.node
         )
     facts = coordinator.facts
     return InstancePlacement(
@@ -70,30 +68,21 @@ async def _of(coordinator: Coordinator, host_state: HostState) -> InstancePlacem
         steps_lost=status.steps_lost,
         sharing=sharing_of(coordinator, host_state),
         overlap=msgspec.convert(status.overlap, Overlapping, from_attributes=True),
-        node=instance.node,
+        node=instance.place.node,
         graph_sizes=status.graph_sizes,
         graphs_captured=status.graphs_captured,
     )
 
 
 def _units(coordinator: Coordinator, host_state: HostState) -> list[UnitPlace]:
-    assert host_state.status is not None
-    facts, kv = coordinator.facts, host_state.kv
-
-    def bytes_of(modules: MigrationUnit, num_older_blocks: int | None) -> int:
-        if num_older_blocks is not None:
-            return num_older_blocks * len(modules.layers) * kv.page_bytes
-        return num_bytes(modules, facts, kv)
-
-    by_id = {unit.unit_id: unit for unit in host_state.status.units}
     return [
         UnitPlace(
             unit.unit_id,
             msgspec.convert(write_modules(unit.modules), UnitModules),
             unit.at,
-            by_id[unit.unit_id].guest_id,
-            by_id[unit.unit_id].epoch,
-            bytes_of(unit.modules, by_id[unit.unit_id].num_older_blocks),
+            unit.guest_id,
+            unit.epoch,
+            host_state.num_bytes(unit.modules, unit.num_older_blocks),
             str(unit.modules),
             list(unit.modules.layers) if unit.modules.has_weights else [],
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 
 from banaserve.base.errors import BanaServeError, MigrationError
 from banaserve.base.types import InstanceId
@@ -14,7 +15,7 @@ from banaserve.migration.worker_api import MoveReport
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.moves.guest_pool import GuestHandle, GuestPool
 from banaserve.serving.moves.host_state import HostState
-from banaserve.serving.moves.planner import BringBack, MoveOut, Op
+from banaserve.serving.moves.move_plan import UnitMove
 from banaserve.serving.moves.timeouts import MoveStage, copies_again, timeout_s
 from banaserve.serving.operations import OperationAbortedError
 
@@ -23,44 +24,34 @@ _LOOK_S = {MoveStage.PREPARE: 0.05, MoveStage.COPY: 0.005, MoveStage.FREE: 0.02}
 """Seconds between two looks at the host, each of which is a call between two of its steps."""
 
 
+@dataclass(eq=False)
 class MigrationTask:
     """Move of one unit: the host does the work, the task decides when the next phase begins.
 
-    Args:
+    Attributes:
         move: Status of the move, updated as the move goes on.
-        num_bytes: Number of bytes to transfer, for timeouts.
+        planned: Unit to move.
+        target: Instance that the unit moves to; None for home.
+        precopy: True to copy KV while the host serves.
         is_aborted: Function that returns whether the move is aborted, called between two looks at
             the host until COMMIT.
-        precopy: True to copy KV while the host serves.
         on_commit: Callback once the host goes on with the unit in its new place.
-
-    Attributes:
         blocks_gained: Number of blocks that the host's pool has gained; negative if it has shrunk.
     """
 
-    def __init__(
-        self,
-        host_state: HostState,
-        guests: GuestPool,
-        move: MoveStatus,
-        op: Op,
-        target: InstanceId | None,
-        num_bytes: int,
-        is_aborted: Callable[[], bool],
-        precopy: bool = True,
-        on_commit: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.blocks_gained = 0
-        self._host_state = host_state
-        self._link = host_state.link()
-        self._guests = guests
-        self._move = move
-        self._op = op
-        self._target = target
-        self._num_bytes = num_bytes
-        self._is_aborted = is_aborted
-        self._precopy = precopy
-        self._on_commit = on_commit
+    host_state: HostState
+    guests: GuestPool
+    move: MoveStatus
+    planned: UnitMove
+    target: InstanceId | None
+    precopy: bool
+    is_aborted: Callable[[], bool]
+    on_commit: Callable[[], None]
+    blocks_gained: int = 0
+
+    def __post_init__(self) -> None:
+        self._link = self.host_state.link()
+        self._num_bytes = self.host_state.num_bytes(self.planned.modules)
         self._guest: GuestHandle | None = None
         self._begun = False
 
@@ -75,7 +66,7 @@ class MigrationTask:
         try:
             await self._make_ready()
             await self._prepare()
-            if self._precopy:
+            if self.precopy:
                 await self._copy()
             await self._commit()
         except BaseException:
@@ -83,31 +74,31 @@ class MigrationTask:
             raise
         finally:
             if self._guest is not None:
-                self._guest.moves.discard(self._move.move_id)
+                self._guest.moves.discard(self.move.move_id)
         await self._settle()
 
     # ---- before COMMIT
 
     async def _make_ready(self) -> None:
-        if isinstance(self._op, BringBack):
+        if self.target is None:
             async with self._phase("shrinking"):
-                await self._shrink(self._op.unit_id)
+                await self._shrink()
             return
-        assert self._target is not None
         async with self._phase("starting"):
-            host = self._host_state.instance.id
-            loads_weights = self._op.modules.loads_weights
-            guest = self._guests.free_for(host, self._target, loads_weights=loads_weights)
+            host, target, move_id = self.host_state.instance, self.target, self.move.move_id
+            loads_weights = self.planned.modules.loads_weights
+            guest = self.guests.free_for(host.id, target, loads_weights=loads_weights)
             if guest is None:
-                guest = await self._guests.start(host, self._target, self._link, self._move.move_id)
-            guest.moves.add(self._move.move_id)
+                guest = await self.guests.start(host, target, self._link, move_id)
+            guest.moves.add(move_id)
             self._guest = guest
 
-    async def _shrink(self, unit_id: str) -> None:
+    async def _shrink(self) -> None:
         """Remove the blocks from the pool that will have no memory once the unit is home."""
-        host_state, loop = self._host_state, asyncio.get_running_loop()
+        host_state, loop = self.host_state, asyncio.get_running_loop()
+        unit_id = self.planned.unit_id
         await host_state.refresh()
-        rest = [u.modules for u in host_state.units(self._guests) if u.unit_id != unit_id]
+        rest = [u.modules for u in host_state.units(self.guests) if u.unit_id != unit_id]
         target = host_state.pool_with(rest)
         before = (await self._link.pool_info()).num_blocks
         limit_s = timeout_s(MoveStage.SHRINK, self._num_bytes)
@@ -123,16 +114,16 @@ class MigrationTask:
         self.blocks_gained -= max(0, before - target)
 
     async def _prepare(self) -> None:
-        op, move = self._op, self._move
+        planned, move = self.planned, self.move
+        guest_id = self._guest.id if self._guest is not None else None
         async with self._phase("preparing"):
             self._check_abort()
             self._begun = True
-            if isinstance(op, MoveOut):
-                assert self._guest is not None
-                await self._link.prepare(move.move_id, op.modules, self._guest.id)
+            if planned.unit_id:
+                await self._link.move_on(move.move_id, planned.unit_id, guest_id)
             else:
-                guest_id = self._guest.id if self._guest is not None else None
-                await self._link.move_on(move.move_id, op.unit_id, guest_id)
+                assert guest_id is not None
+                await self._link.prepare(move.move_id, planned.modules, guest_id)
             await self._until(MovePhase.PREPARED, MoveStage.PREPARE)
 
     async def _copy(self) -> None:
@@ -140,7 +131,7 @@ class MigrationTask:
         num_times = 0
         async with self._phase("copying"):
             while True:
-                await self._link.precopy(self._move.move_id)
+                await self._link.precopy(self.move.move_id)
                 copied = await self._until(MovePhase.COPIED, MoveStage.COPY)
                 now = copied.dirty_blocks or 0
                 num_times += 1
@@ -153,15 +144,15 @@ class MigrationTask:
         async with self._phase("committing"):
             limit_s = timeout_s(MoveStage.COMMIT, self._num_bytes)
             try:
-                self._note((await self._link.commit(self._move.move_id, limit_s)).move)
+                self._note((await self._link.commit(self.move.move_id, limit_s)).move)
             except MigrationError:
                 if not await self._is_committed():
                     raise
-        self._on_commit()
+        self.on_commit()
 
     async def _is_committed(self) -> bool:
         """Return whether a commit took place whose answer is an error or late."""
-        move = (await self._host_state.refresh()).moves.get(self._move.move_id)
+        move = (await self.host_state.refresh()).moves.get(self.move.move_id)
         if move is None:
             return False
         self._note(move)
@@ -176,31 +167,31 @@ class MigrationTask:
         while True:
             if may_abort:
                 self._check_abort()
-            move = (await self._host_state.refresh()).moves[self._move.move_id]
+            move = (await self.host_state.refresh()).moves[self.move.move_id]
             self._note(move)
             if move.phase is phase:
                 return move
             if move.phase in (MovePhase.FAILED, MovePhase.ABORTED):
                 raise MigrationError(move.reason or f"the host has {move.phase.value} it")
             if loop.time() >= until_s:
-                raise MigrationError(f"{self._move.phase} took more than {limit_s:.0f} s")
+                raise MigrationError(f"{self.move.phase} took more than {limit_s:.0f} s")
             await asyncio.sleep(_LOOK_S[stage])
 
     def _check_abort(self) -> None:
-        if self._is_aborted():
+        if self.is_aborted():
             raise OperationAbortedError
         self._link.check()
-        if self._guest is not None and self._guests.get(self._guest.id) is None:
-            raise MigrationError(f"the guest beside {self._target} has ended")
+        if self._guest is not None and self.guests.get(self._guest.id) is None:
+            raise MigrationError(f"the guest beside {self.target} has ended")
 
     async def _give_up(self) -> None:
         """Restore the host's state from before the move; nothing to do if the host has ended."""
         with contextlib.suppress(BanaServeError):
             if self._begun:
-                await self._link.abort(self._move.move_id)
-        if isinstance(self._op, BringBack):
+                await self._link.abort(self.move.move_id)
+        if self.target is None:
             with contextlib.suppress(BanaServeError):
-                self.blocks_gained += await self._host_state.grow_pool()
+                self.blocks_gained += await self.host_state.grow_pool()
 
     # ---- after COMMIT
 
@@ -208,22 +199,22 @@ class MigrationTask:
         """Free memory and let the pool grow; a failure here leaves the unit at its target."""
         self._register()
         async with self._phase("freeing"):
-            await self._link.free(self._move.move_id)
+            await self._link.free(self.move.move_id)
             await self._until(MovePhase.FREED, MoveStage.FREE, may_abort=False)
         async with self._phase("growing"):
-            self.blocks_gained += await self._host_state.grow_pool()
-        self._move.phase = "done"
+            self.blocks_gained += await self.host_state.grow_pool()
+        self.move.phase = "done"
 
     def _register(self) -> None:
-        unit_id = self._move.unit_id
-        for guest in self._guests:
+        unit_id = self.move.unit_id
+        for guest in self.guests:
             guest.units.discard(unit_id)
         if self._guest is not None:
             self._guest.units.add(unit_id)
-        now_s = asyncio.get_running_loop().time()
-        self._host_state.changed_s = self._host_state.since_s[unit_id] = now_s
-        if self._target is None:
-            del self._host_state.since_s[unit_id]
+        if self.target is None:
+            self.host_state.since_s.pop(unit_id, None)
+        else:
+            self.host_state.since_s[unit_id] = asyncio.get_running_loop().time()
 
     # ---- reporting
 
@@ -231,13 +222,13 @@ class MigrationTask:
     async def _phase(self, name: str) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        self._move.phase = name
+        self.move.phase = name
         try:
             yield
         finally:
             seconds = loop.time() - began_s
-            self._move.seconds[name] = self._move.seconds.get(name, 0.0) + seconds
+            self.move.seconds[name] = self.move.seconds.get(name, 0.0) + seconds
             metrics.PHASE_S.labels(name).observe(seconds)
 
     def _note(self, told: MoveReport) -> None:
-        self._move.facts = self._move.facts | told.facts.measured()
+        self.move.facts = self.move.facts | told.facts.measured()

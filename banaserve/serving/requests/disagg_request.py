@@ -12,19 +12,15 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from http import HTTPStatus
-from typing import Any, NamedTuple
 
 from banaserve.base.errors import DeadlineExceededError, InstanceDeadError
 from banaserve.base.types import (
-    NO_LIMITS,
     NOWHERE,
     InstanceId,
     RequestId,
-    RequestLimits,
     RequestView,
-    Route,
 )
 from banaserve.contracts.trace_events import (
     FirstToken,
@@ -38,7 +34,6 @@ from banaserve.engine.compat.requests import (
     GracefulHTTPError,
     RequestOutput,
     RequestOutputKind,
-    SamplingParams,
 )
 from banaserve.engine.connector.handover import Handover
 from banaserve.engine.continuation import logprob_rows
@@ -47,52 +42,14 @@ from banaserve.serving.instance import REBALANCED, Instance
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.monitoring.leg_stats import (
     IterationByLeg,
-    Leg,
-    LegRequestStats,
-    Sequences,
 )
-from banaserve.serving.requests.intake import Blockers
 from banaserve.serving.requests.leg_output import LegMovedError, LegOutputCollector
 from banaserve.serving.requests.legs import decode_leg, prefill_leg
-from banaserve.serving.requests.prefix_lookup import PromptHold
+from banaserve.serving.requests.request_context import Prediction, RequestContext, StoredPrompt
 from banaserve.serving.requests.router import RoutedLegs, Router, WeightsReplacedError
-from banaserve.serving.requests.suspects import Suspicion, given_up
-from banaserve.serving.tracing.request_log import RequestNotes
+from banaserve.serving.requests.suspects import given_up
 
 DEAD = (compat.EngineDeadError, InstanceDeadError)
-
-
-@dataclass
-class StoredPrompt:
-    """Prompt whose KV a prefill leg leaves in the store.
-
-    Attributes:
-        computed_by: Instance of the prefill leg.
-        hold: Hold of the prompt's blocks in the stores of both legs.
-        output: Output of the prefill leg, with one token; None until the leg has ended.
-    """
-
-    computed_by: Instance
-    hold: PromptHold
-    output: RequestOutput | None = None
-
-
-class Prediction(NamedTuple):
-    """Times that the routing policy predicted for a request.
-
-    Attributes:
-        route: Route with the predicted times.
-        routed_s: Time of the routing on the event loop's clock, in seconds.
-    """
-
-    route: Route
-    routed_s: float
-
-    def observe(self, what: str, predicted_s: float | None, measured_s: float) -> None:
-        """Compare a predicted time with the measured one."""
-        if predicted_s is not None and measured_s > 0:
-            legs = "one_leg" if self.route.prefill is None else "two_legs"
-            metrics.PREDICTED.labels(what, legs).observe(predicted_s / measured_s)
 
 
 @dataclass(frozen=True)
@@ -110,158 +67,6 @@ class Retry:
     dead: Instance | None = None
     avoided: InstanceId | None = None
     rebalanced_s: float | None = None
-
-
-@dataclass
-class RequestContext:
-    """One sequence of a request as the front door received it, and the sequence's progress.
-
-    Attributes:
-        request: Request of one sequence: tokenised, validated, with its id.
-        prompt_text: Text of the prompt; None if unknown.
-        blockers: Reasons why the request cannot take the usual way over two instances.
-        deadline: Deadline on the event loop's clock, in seconds.
-        notes: Events of the request, for ``banaserve trace``.
-        limits: Latency limits that the request specifies.
-        uncached_tokens: Estimated number of prompt tokens that the store does not have.
-        index: Index of the sequence; sequence 0 counts as the request, in metrics and notes.
-        sequences: Counts of all sequences of the same request.
-        prompt_leg_ended: Event of all sequences, set once the prompt is in the store, or the first
-            sequence is on its way to one instance; then the other sequences begin.
-        suspicion: Deaths of instances under the request.
-        prompt: Prompt in the store, held for decode; None before a prefill leg.
-        state: vLLM's front-end state (detokenizer, logprobs); None before output has begun.
-        weights: Identity of the weights of the engines that compute it; empty before the first.
-        is_prompt_counted: True if vLLM's metrics already count its prompt, from an earlier leg.
-        prediction: Times predicted by the routing policy; None if none or a leg ran again.
-        first_sent_s: Time of the first output to the client, on the event loop's clock, in seconds;
-            None before that.
-        aborted: True if the request was aborted by its id; it ends with the output so far.
-    """
-
-    request: compat.EngineCoreRequest
-    prompt_text: str | None
-    blockers: Blockers
-    deadline: float
-    notes: RequestNotes
-    limits: RequestLimits = NO_LIMITS
-    uncached_tokens: int = 0
-    index: int = 0
-    sequences: Sequences = field(default_factory=Sequences)
-    prompt_leg_ended: asyncio.Event = field(default_factory=asyncio.Event)
-    suspicion: Suspicion = field(default_factory=Suspicion)
-    prompt: StoredPrompt | None = None
-    state: Any = None
-    weights: str = ""
-    is_prompt_counted: bool = False
-    prediction: Prediction | None = None
-    first_sent_s: float | None = None
-    aborted: bool = False
-    _num_ids: int = 0
-
-    @property
-    def params(self) -> SamplingParams:
-        params = self.request.sampling_params
-        assert params is not None
-        return params
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids or ())
-
-    @property
-    def prefilled(self) -> RequestOutput | None:
-        """Output of the prefill leg; None unless the prompt's KV is in the store."""
-        return self.prompt.output if self.prompt is not None else None
-
-    @property
-    def first(self) -> RequestOutput | None:
-        """Output of the prefill leg, if its token is the answer's first one; None if not."""
-        return self.prefilled if self.index == 0 and self.blockers.first_token is None else None
-
-    @property
-    def hold(self) -> PromptHold | None:
-        return self.prompt.hold if self.prompt is not None else None
-
-    @property
-    def tokens_so_far(self) -> list[int]:
-        return compat.output_tokens(self.state) if self.state is not None else []
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Number of output tokens so far."""
-        return len(self.tokens_so_far)
-
-    @property
-    def progress(self) -> int:
-        """Number that grows with the end of the prefill leg and with each output token."""
-        return self.num_output_tokens + (self.prefilled is not None)
-
-    @property
-    def others_have_begun(self) -> bool:
-        """True if other sequences may have read the prompt of this one."""
-        return self.sequences.num_sequences > 1 and self.prompt_leg_ended.is_set()
-
-    def stats(self, is_prefill: bool = False) -> LegRequestStats:
-        """Return vLLM's statistics for the request's next leg."""
-        if is_prefill:
-            leg = Leg.UNCOUNTED if self.is_prompt_counted else Leg.PREFILL
-        else:
-            leg = Leg.DECODE if self.is_prompt_counted else Leg.WHOLE
-        return LegRequestStats(
-            arrival_time=self.request.arrival_time, leg=leg, sequences=self.sequences
-        )
-
-    def send(self, output: RequestOutput) -> RequestOutput:
-        """Note that ``output`` goes to the client; return it."""
-        if self.suspicion.turn is not None:
-            self.suspicion.has_progressed(self.progress)
-        is_first = self.first_sent_s is None
-        if is_first:
-            self.first_sent_s = asyncio.get_running_loop().time()
-            # The store is not asked while all instances do both.
-            if self.index == 0 and not self.notes.cached_tokens:
-                self.notes.cached_tokens = output.num_cached_tokens or 0
-        if output.finished:
-            self.notes.finish_reason = output.outputs[0].finish_reason
-        if self.prediction is not None and (is_first or output.finished):
-            self._compare(self.prediction, is_first, output.finished)
-        return output
-
-    def _compare(self, prediction: Prediction, is_first: bool, is_last: bool) -> None:
-        """Compare predicted with measured times; an answer in one piece does not show them."""
-        route, first_s = prediction.route, self.first_sent_s
-        if self.params.output_kind is RequestOutputKind.FINAL_ONLY or first_s is None:
-            return
-        if is_first:
-            prediction.observe("ttft", route.ttft_s, first_s - prediction.routed_s)
-        elif is_last and (more := self.num_output_tokens - 1) > 0:
-            took_s = asyncio.get_running_loop().time() - first_s
-            prediction.observe("tpot", route.tpot_s, took_s / more)
-
-    def take_other_id(self) -> None:
-        """Continue under a new id, since the previous engine may be in the middle of a step.
-
-        Outputs of that step carry the old id and are dropped, even if the request returns to the
-        same engine.
-        """
-        stem = self.request.request_id.removesuffix(f"-m{self._num_ids}")
-        self._num_ids += 1
-        self.request.request_id = f"{stem}-m{self._num_ids}"
-
-    def start_over(self) -> bool:
-        """Discard all that was computed so far; return False, and keep it, if the answer has begun.
-
-        Called when the request's weights are gone: other weights compute other KV and tokens.
-        """
-        if self.first_sent_s is not None or self.index > 0 or self.others_have_begun:
-            return False
-        self.is_prompt_counted |= bool(self.tokens_so_far)
-        if self.prompt is not None:
-            self.prompt.output = None
-        self.state, self.weights = None, ""
-        self.uncached_tokens = self.num_prompt_tokens
-        return True
 
 
 # ---- the request's life
@@ -290,8 +95,7 @@ async def run_request(
                 async with contextlib.aclosing(stream) as outputs:
                     async for output in outputs:
                         yield context.send(output)
-                if router.residency is not None:
-                    router.residency.computed(legs.decode, context.request, context.tokens_so_far)
+                router.residency.computed(legs.decode, context.request, context.tokens_so_far)
                 return
             except Exception as error:
                 retry = recover(context, router, retry, error, leg, legs)
@@ -311,7 +115,7 @@ async def choose(context: RequestContext, router: Router, retry: Retry) -> Route
         context.limits,
         context.blockers.split is None,
         context.blockers.first_token is not None,
-        router.resident_tokens(request),
+        router.residency.found(request),
     )
     suspicion = context.suspicion
     if suspicion.num_deaths and suspicion.must_wait(context.progress):
@@ -335,11 +139,11 @@ async def prefill(
     """Run the prefill leg: it leaves the prompt's KV in the store, and its token in ``context``."""
     llm, stats = _client(instance), context.stats(is_prefill=True)
     is_for_all = not context.others_have_begun and context.index == 0
-    hold = router.lookups.hold(context.hold, instance.store, legs.decode.store)
+    hold = router.lookups.hold(context.hold, instance.place.store, legs.decode.place.store)
     prompt = context.prompt = StoredPrompt(instance, hold)
     to_compute, weights = legs.asked.to_compute_at(instance.id), instance.weights
     queue = LegOutputCollector(RequestOutputKind.FINAL_ONLY, f"{context.request.request_id}-p")
-    held = instance.holding(to_compute, context.num_prompt_tokens, queue.move, is_prompt=True)
+    held = instance.holding(to_compute, context.num_prompt_tokens, queue.move, starts_over=True)
     with router.decode_batching.coming(legs.decode), held:
         leg = prefill_leg(
             context.request,
@@ -378,8 +182,7 @@ async def prefill(
     if finish_reason not in ("length", "stop"):
         raise InstanceDeadError(f"prefill on {instance.id} ended early")
     prompt.output, context.weights, context.is_prompt_counted = output, weights, True
-    if router.residency is not None:
-        router.residency.computed(instance, context.request)
+    router.residency.computed(instance, context.request)
     if context.suspicion.turn is not None:
         context.suspicion.has_progressed(context.progress)
 
@@ -422,7 +225,7 @@ async def decode(
     num_tokens = context.num_prompt_tokens + num_resumed
     handover = _handover_to_decode(context, legs)
     held = instance.holding(to_compute, num_tokens, queue.move, moved_s=moved_s)
-    with held as guard, queue.expiring(context.deadline):
+    with held as counted, queue.expiring(context.deadline):
         context.suspicion.num_beside = instance.inflight_requests
         try:
             is_sent = is_awaited = _begin(context, llm, queue)
@@ -448,7 +251,7 @@ async def decode(
                         await _send(llm, unsent, queue)
                         unsent = None
                 output = output or await queue.get()
-                guard.prefilled()
+                counted.prefilled()
                 assert isinstance(output, RequestOutput)
                 finished = output.finished
                 if is_awaited and context.num_output_tokens > num_before:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from http import HTTPStatus
 from typing import NamedTuple
@@ -12,14 +11,12 @@ from typing import NamedTuple
 from banaserve.base.clock import Clock
 from banaserve.base.errors import NoInstanceError, PolicyError
 from banaserve.base.types import (
-    NOWHERE,
     ClusterView,
     InstanceId,
     RequestView,
     Route,
 )
 from banaserve.contracts.trace_events import NoInstance
-from banaserve.engine.compat import engine as compat
 from banaserve.engine.compat.requests import GracefulHTTPError
 from banaserve.orchestrator.control.model.output_length import OutputLengthWindow
 from banaserve.orchestrator.control.routing.named import NamedPolicy
@@ -72,7 +69,7 @@ class Router:
 
     Attributes:
         lookups: Lookups of prompts in the store.
-        residency: KV in the engines' own caches; None if the policy does not use it.
+        residency: KV in the engines' own caches; nothing is recorded before ``follow_residency``.
         output_lengths: Lengths of the last answers, for the policy.
         retry_turns: Lock of the only suspect that may run; see ``Suspicion``.
         decode_batching: Groups of decode legs that begin together.
@@ -89,7 +86,7 @@ class Router:
         self.cluster = cluster
         self.policy = policy
         self.lookups = PrefixLookups(cluster)
-        self.residency: Residency | None = None
+        self.residency = Residency()
         self.output_lengths = OutputLengthWindow()
         self.retry_turns = asyncio.Lock()
         self.decode_batching = DecodeBatching(gather_s)
@@ -97,24 +94,10 @@ class Router:
         self._no_instance_s = no_instance_s
         self._has_shown_failure = False
 
-    # ---- the engines' own caches
-
-    def follow_residency(self, residency: Residency) -> None:
-        """Use from now on a record of the KV in the engines' own caches."""
-        self.residency = residency
-        self.cluster.supervisor.on_ended.append(residency.forget)
-
-    def resident_tokens(self, request: compat.EngineCoreRequest) -> Mapping[InstanceId, int]:
-        """Return the number of prompt tokens in engine caches, by instance.
-
-        Empty if the policy does not use it.
-        """
-        return self.residency.found(request) if self.residency is not None else NOWHERE
-
-    def forget_residency(self) -> None:
-        """Record that the engines' own caches are emptied."""
-        if self.residency is not None:
-            self.residency.forget()
+    def follow_residency(self, block_tokens: int) -> None:
+        """Record from now on what the engines' own caches hold, in blocks of ``block_tokens``."""
+        self.residency = Residency(block_tokens)
+        self.cluster.supervisor.on_ended.append(self.residency.forget)
 
     # ---- routing
 

@@ -16,7 +16,8 @@ from dataclasses import replace
 
 from banaserve.engine.compat.requests import RequestOutput, RequestOutputKind
 from banaserve.serving.monitoring.leg_stats import Sequences
-from banaserve.serving.requests.disagg_request import RequestContext, run_request
+from banaserve.serving.requests.disagg_request import run_request
+from banaserve.serving.requests.request_context import RequestContext
 from banaserve.serving.requests.router import Router
 from banaserve.serving.requests.suspects import Suspicion
 

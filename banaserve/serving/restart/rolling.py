@@ -75,6 +75,7 @@ class RollingRestarts(Operations[RollingRestart]):
         self._request_timeout_s = request_timeout_s
         self._is_scaling = is_scaling
         self._is_beginning = asyncio.Lock()
+        self._drain_s = request_timeout_s
 
     async def begin(self, ask: RestartRequest) -> RollingRestart:
         """Check a restart and begin it.
@@ -105,7 +106,8 @@ class RollingRestarts(Operations[RollingRestart]):
                 ask.vllm_options,
                 is_changed=settings is not self.settings,
             )
-            self._carry_out(restart, self._replace_all(restart, settings, timeout_s))
+            self._drain_s = timeout_s
+            self._carry_out(restart, self._replace_all(restart, settings))
         return restart
 
     def _check_not_scaling(self) -> None:
@@ -134,16 +136,14 @@ class RollingRestarts(Operations[RollingRestart]):
 
     # ---- running
 
-    async def _replace_all(
-        self, restart: RollingRestart, settings: EngineSettings, timeout_s: float
-    ) -> None:
+    async def _replace_all(self, restart: RollingRestart, settings: EngineSettings) -> None:
         before = self.settings
         done: list[EngineRestart] = []
         try:
             for line in restart.engines:
                 if line.instance not in self._cluster.instances:
                     continue
-                await self._turn(restart, line, settings, timeout_s)
+                await self._turn(restart, line, settings)
                 done.append(line)
             self.settings = settings
         except Exception as failure:
@@ -152,7 +152,7 @@ class RollingRestarts(Operations[RollingRestart]):
             if restart.is_changed and done:
                 restart.state = "going back"
                 self._forget_abort(restart)
-                await self._go_back(restart, done, before, timeout_s)
+                await self._go_back(restart, done, before)
             raise OperationAbortedError(restart.reason, ending) from failure
         finally:
             self._forget(self.settings.weights)
@@ -166,11 +166,7 @@ class RollingRestarts(Operations[RollingRestart]):
         metrics.ROLLING_RESTARTS.labels(ending).inc()
 
     async def _go_back(
-        self,
-        restart: RollingRestart,
-        done: Sequence[EngineRestart],
-        before: EngineSettings,
-        timeout_s: float,
+        self, restart: RollingRestart, done: Sequence[EngineRestart], before: EngineSettings
     ) -> None:
         """Restore the old settings in reverse order.
 
@@ -178,24 +174,20 @@ class RollingRestarts(Operations[RollingRestart]):
         """
         for line in reversed(done):
             try:
-                await self._turn(restart, line, before, timeout_s)
+                await self._turn(restart, line, before)
                 line.state = "taken back"
             except InstanceDeadError as failure:
                 restart.reason += f"; {line.instance} does not go back: {failure}"
 
     async def _turn(
-        self,
-        restart: RollingRestart,
-        line: EngineRestart,
-        settings: EngineSettings,
-        timeout_s: float,
+        self, restart: RollingRestart, line: EngineRestart, settings: EngineSettings
     ) -> None:
         instance = self._cluster.instance(InstanceId(line.instance))
         began_s = self._clock.now()
         try:
             with instance.service.replacing():
                 line.state = "draining"
-                await self._drain(restart, line, instance, settings, timeout_s)
+                await self._drain(restart, line, instance, settings)
                 line.state = "starting"
                 await self._replace(instance, settings)
                 line.state = "done"
@@ -220,11 +212,10 @@ class RollingRestarts(Operations[RollingRestart]):
         line: EngineRestart,
         instance: Instance,
         settings: EngineSettings,
-        timeout_s: float,
     ) -> None:
-        """Return when no request would be lost, or ``timeout_s`` has passed."""
+        """Return when no request would be lost, or the time for it has passed."""
         await self._abort_migrations(instance)
-        until_s = self._clock.now() + timeout_s
+        until_s = self._clock.now() + self._drain_s
         while True:
             self._check_wanted(restart)
             members = self._cluster.members()

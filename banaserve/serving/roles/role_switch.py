@@ -95,11 +95,7 @@ class Roles(Operations[RoleChange]):
             MigrationError: The instance may not be drained.
         """
         instance.service.check_drain()
-        if left := self._left_alone(instance, instance.role, frozenset()):
-            raise MigrationError(
-                f"instance {instance.id} is the only one that serves {left.value}: "
-                "switch another one to it first"
-            )
+        self._check_served(instance, frozenset())
 
     # ---- checks
 
@@ -110,26 +106,23 @@ class Roles(Operations[RoleChange]):
         if not instance.is_ready:
             raise MigrationError(f"instance {instance.id} does not serve at present")
         instance.service.check_switch()
-        if left := self._left_alone(instance, role):
+        self._check_served(instance, role.legs)
+
+    def _check_served(self, instance: Instance, legs: frozenset[Role]) -> None:
+        """Raise MigrationError if a leg is unserved once ``instance`` serves only ``legs``."""
+        if left := self._left_alone(instance, legs):
             raise MigrationError(
                 f"instance {instance.id} is the only one that serves {left.value}: "
                 "switch another one to it first"
             )
 
-    def _left_alone(
-        self, instance: Instance, role: Role, own: frozenset[Role] | None = None
-    ) -> Role | None:
-        """Return a leg that no instance would serve if ``instance`` had ``role``; None for none.
+    def _left_alone(self, instance: Instance, legs: frozenset[Role]) -> Role | None:
+        """Return a leg that no instance would serve if ``instance`` served ``legs``; None for none.
 
         Another instance that is switching counts only for the legs that it serves both before and
         after its switch, so that neither the order nor the failure of several switches matters.
-
-        Args:
-            instance: Instance that changes.
-            role: New role of the instance.
-            own: Legs that the instance would serve; None for those of ``role``.
         """
-        served = set(role.legs if own is None else own)
+        served = set(legs)
         for other in self._instances.values():
             if other is not instance and other.takes_requests:
                 served |= other.role.legs & (other.service.next_role or other.role).legs
@@ -180,7 +173,7 @@ class Roles(Operations[RoleChange]):
         self._check_wanted(change)
         if not instance.is_ready:
             raise MigrationError("the instance has ended")
-        if left := self._left_alone(instance, role):
+        if left := self._left_alone(instance, role.legs):
             raise MigrationError(f"no other instance serves {left.value} any more")
         if change.num_left and self._timed(change).seconds >= timeout_s:
             raise OperationAbortedError(

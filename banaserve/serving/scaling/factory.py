@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-
 from banaserve.base.clock import Clock
 from banaserve.base.errors import MigrationError
 from banaserve.base.platform.linux import available_memory_bytes
+from banaserve.base.run_dir import RunDir
 from banaserve.base.types import InstanceId, Role
-from banaserve.engine.compat.config import VllmConfig
 from banaserve.kvstore.sizes import format_size
 from banaserve.serving.instance import Instance
-from banaserve.serving.launch.budgets import Budgets
-from banaserve.serving.launch.engine_settings import EngineSettings, RoleEngine
+from banaserve.serving.launch.engine_settings import EngineSettings
 from banaserve.serving.launch.launcher import Launcher
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.monitoring.engine_series import EngineSeries
@@ -23,10 +19,9 @@ class InstanceFactory:
     """Factory of instances with one configuration.
 
     Args:
-        logs: Folder of the instances' logs.
-        sockets: Private folder of the run, with a short path.
+        settings: Settings of the engines at the server's start.
+        run: Folders of the run.
         instance_bytes: Memory of one instance, in bytes; 0 if it is not the machine's memory.
-        by_role: Configurations of the engines that are made for one role, if they differ.
 
     Attributes:
         series: vLLM's metrics of all instances.
@@ -34,23 +29,17 @@ class InstanceFactory:
 
     def __init__(
         self,
-        config: VllmConfig,
+        settings: EngineSettings,
         launcher: Launcher,
-        logs: Path,
-        sockets: Path,
+        run: RunDir,
         clock: Clock,
-        budgets: Budgets,
         instance_bytes: int = 0,
-        by_role: Mapping[Role, RoleEngine] | None = None,
     ) -> None:
-        self.series = EngineSeries(config)
-        self._config = config
+        self.series = EngineSeries(settings.config)
+        self._first = settings
         self._launcher = launcher
-        self._logs = logs
-        self._sockets = sockets
+        self._run = run
         self._clock = clock
-        self._budgets = budgets
-        self._first = EngineSettings(config, budgets, by_role=by_role or {})
         self._instance_bytes = instance_bytes
 
     def check_memory(self, num_instances: int) -> None:
@@ -92,19 +81,10 @@ class InstanceFactory:
         """
         self._launcher.reserve(instance_id)
         self.series.add(instance_id)
-        made = Instance(
-            instance_id,
-            role,
-            self._config,
-            self._launcher,
-            self.series,
-            self._logs,
-            self._sockets,
-            self._clock,
-            self._budgets,
+        chosen = settings or self._first
+        return Instance(
+            instance_id, role, chosen, self._launcher, self.series, self._run, self._clock
         )
-        made.settings = settings or self._first
-        return made
 
     def discard(self, instance_id: InstanceId) -> None:
         """Release the devices and metrics of an instance that has been removed."""

@@ -1,4 +1,4 @@
-"""Notes of all processes about a request, and the parts of its time. In the server's process.
+"""Notes of all processes about a request, as events and as spans. In the server's process.
 
 Entry: ``request_log.RequestLog``.
 """

@@ -5,39 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-
-class RequestSpan(Protocol):
-    """OpenTelemetry's span of one request, as the rest of the front door sees it.
-
-    Attributes:
-        trace_id: Id of the trace, 32 hexadecimal digits.
-        exemplar: Labels that lead from a histogram to the trace; None if the trace is not recorded.
-    """
-
-    trace_id: str
-    exemplar: dict[str, str] | None
-
-
-class RequestTracer(Protocol):
-    """Maker of spans of requests."""
-
-    def begin(self, call: HttpCall, notes: Any, params: Any) -> RequestSpan:
-        """Return the span of a request of ``call``.
-
-        Args:
-            notes: ``RequestNotes`` of the request, complete only once the answer has been sent.
-            params: vLLM's ``SamplingParams`` of the request.
-        """
-
-    def answered(self, call: HttpCall) -> None:
-        """Note that the answer has been sent; called once for each call."""
+from typing import Any
 
 
 @dataclass
 class HttpCall:
-    """An HTTP request; times are on the machine's monotonic clock.
+    """An HTTP request, or another call of the server; times are on the machine's monotonic clock.
 
     Attributes:
         began_s: Time at which the head had been received.

@@ -22,7 +22,8 @@ from banaserve.contracts.trace_events import (
     RouteCandidate,
     Routed,
 )
-from banaserve.serving.tracing.http_call import HttpCall, RequestSpan
+from banaserve.serving.monitoring import metrics
+from banaserve.serving.tracing.http_call import HttpCall
 
 OBSERVED_REQUESTS = 20_000
 """Number of requests kept for policies, which compare a load with earlier requests.
@@ -31,6 +32,19 @@ They are those of five minutes at 66 requests per second.
 """
 _NAMED = 5
 _PREFIXES = ("chatcmpl-", "cmpl-")
+_COUNTED_ENDS = frozenset({"stop", "length", "closed", "error"})
+
+
+class RequestSpan(NamedTuple):
+    """Identity of a request's OpenTelemetry span.
+
+    Attributes:
+        trace_id: Id of the trace, 32 hexadecimal digits.
+        exemplar: Labels that lead from a histogram to the trace; None if the trace is not recorded.
+    """
+
+    trace_id: str
+    exemplar: dict[str, str] | None
 
 
 class SeenRoute(NamedTuple):
@@ -72,6 +86,11 @@ class TracedLeg(NamedTuple):
     incarnation: int
     name: str
 
+    @property
+    def life(self) -> tuple[str, int]:
+        """Instance and incarnation."""
+        return self.instance, self.incarnation
+
 
 class Noted(NamedTuple):
     """An event of the front door.
@@ -90,50 +109,39 @@ class RequestNotes:
 
     Args:
         request_id: Id of the request that the client sees.
-        arrived_at_s: Time of arrival, in seconds since 1970.
+        call: HTTP request, or other call, that the request came with.
 
     Attributes:
-        output_tokens: Number of tokens sent to the client; known when the request has ended.
-        tokens_so_far: Function that returns the number of tokens sent before that.
+        tokens_so_far: Function that returns the number of tokens sent to the client.
         num_dropped: Number of events beyond ``MAX_EVENTS``, which were dropped.
-        call: HTTP request that the request came with; None for none.
-        span: OpenTelemetry's span of the request; None if it is not traced.
+        span: Identity of the request's OpenTelemetry span; None if it is not traced.
     """
 
-    def __init__(
-        self,
-        clock: Clock,
-        request_id: str,
-        prompt_tokens: int,
-        arrived_s: float,
-        arrived_at_s: float,
-        call: HttpCall | None = None,
-    ) -> None:
+    def __init__(self, clock: Clock, request_id: str, prompt_tokens: int, call: HttpCall) -> None:
         self._clock = clock
         self.request_id = request_id
         self.prompt_tokens = prompt_tokens
-        self.arrived_s = arrived_s
-        self.arrived_at_s = arrived_at_s
+        self.arrived_s = call.received_s
         self.cached_tokens = 0
-        self.output_tokens = 0
         self.tokens_so_far: Callable[[], int] = lambda: 0
         self.legs: list[TracedLeg] = []
         self.num_dropped = 0
         self.first_token_s: float | None = None
         self.finish_reason: str | None = None
         self.ended: tuple[float, RequestEnded] | None = None
-        self.call = call
+        self._call = call
         self.span: RequestSpan | None = None
         self._events: list[tuple[float, FrontEvent | SeenRoute, str]] = []
 
-    def count_output(self) -> None:
-        """Keep the number of tokens, and drop the function that has counted them so far.
+    def count_output(self) -> int:
+        """Keep and return the number of tokens, and drop the function that has counted them.
 
         Notes outlive their request by far: that function holds the request's detokenizer, and so
         the tokenizer of an engine's client that may be gone.
         """
-        counted = self.output_tokens = self.tokens_so_far()
+        counted = self.tokens_so_far()
         self.tokens_so_far = lambda: counted
+        return counted
 
     def note(self, event: FrontEvent | SeenRoute, leg_id: str = "", incarnation: int = 0) -> None:
         """Note an event that has just happened; it is dropped beyond ``MAX_EVENTS``.
@@ -153,8 +161,17 @@ class RequestNotes:
             self.num_dropped += 1
 
     def end(self, how: str, error: str = "") -> None:
-        """Note the end of the request, even where other events were dropped."""
-        self.ended = (self._clock.now(), RequestEnded(how, self.output_tokens, error))
+        """Note the end of the request, even where other events were dropped, and count it.
+
+        The request's trace becomes the exemplar of its buckets.
+        """
+        ended_s = self._clock.now()
+        self.ended = (ended_s, RequestEnded(how, self.tokens_so_far(), error))
+        exemplar = self.span.exemplar if self.span is not None else None
+        if self.first_token_s is not None:
+            metrics.TTFT_S.observe(self.first_token_s - self.arrived_s, exemplar)
+        counted = how if how in _COUNTED_ENDS else "other"
+        metrics.LATENCY_S.labels(counted).observe(ended_s - self.arrived_s, exemplar)
 
     def events(self) -> list[Noted]:
         """Return the events in the order in which they happened."""
@@ -171,7 +188,7 @@ class RequestNotes:
             self.arrived_s,
             self.prompt_tokens,
             self.cached_tokens,
-            self.output_tokens if has_ended else self.tokens_so_far(),
+            self.tokens_so_far(),
             InstanceId(self.legs[-1].instance) if self.legs and not has_ended else None,
             self.first_token_s,
             self.ended[0] if self.ended is not None else None,
@@ -179,19 +196,18 @@ class RequestNotes:
 
     def summary(self) -> RequestSummary:
         ended_s = self.ended[0] if self.ended is not None else self._clock.now()
-        first_s, call = self.first_token_s, self.call
-        answered_s = call.answered_s if call is not None else None
+        first_s, call, answered_s = self.first_token_s, self._call, self._call.answered_s
         return RequestSummary(
             id=self.request_id,
-            arrived_at_s=self.arrived_at_s,
+            arrived_at_s=call.arrived_at_s,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
-            output_tokens=self.output_tokens if self.ended is not None else self.tokens_so_far(),
+            output_tokens=self.tokens_so_far(),
             instances=list(dict.fromkeys(leg.instance for leg in self.legs)),
             ttft_s=None if first_s is None else first_s - self.arrived_s,
             took_s=ended_s - self.arrived_s,
             end=self.ended[1].how if self.ended is not None else "",
-            received_s=call.received_s - call.began_s if call is not None else 0.0,
+            received_s=call.received_s - call.began_s,
             answered_s=None if answered_s is None else answered_s - self.arrived_s,
             trace_id=self.span.trace_id if self.span is not None else "",
         )
@@ -202,17 +218,10 @@ class RequestLog:
 
     Args:
         kept: Number of ended requests whose notes are kept.
-        on_end: Function called with the notes of each request that has ended; None for none.
     """
 
-    def __init__(
-        self,
-        clock: Clock,
-        kept: int = KEPT_REQUESTS,
-        on_end: Callable[[RequestNotes], None] | None = None,
-    ) -> None:
+    def __init__(self, clock: Clock, kept: int = KEPT_REQUESTS) -> None:
         self._clock = clock
-        self._on_end = on_end
         self._open: dict[int, RequestNotes] = {}
         self._ended: deque[RequestNotes] = deque(maxlen=kept)
         self._observed: deque[ObservedRequest] | None = None
@@ -223,21 +232,14 @@ class RequestLog:
 
     @contextlib.contextmanager
     def following(
-        self,
-        request_id: str,
-        prompt_tokens: int,
-        arrived_s: float,
-        arrived_at_s: float,
-        call: HttpCall | None = None,
+        self, request_id: str, prompt_tokens: int, call: HttpCall
     ) -> Iterator[RequestNotes]:
         """Keep notes of a request that has arrived, until the block ends for any reason.
 
         Args:
-            arrived_s: Time of arrival on the clock of the log.
-            arrived_at_s: Time of arrival, in seconds since 1970.
-            call: HTTP request that the request came with; None for none.
+            call: HTTP request, or other call, that the request came with, on the clock of the log.
         """
-        notes = RequestNotes(self._clock, request_id, prompt_tokens, arrived_s, arrived_at_s, call)
+        notes = RequestNotes(self._clock, request_id, prompt_tokens, call)
         self._open[id(notes)] = notes
         how, error = "closed", ""
         try:
@@ -247,8 +249,6 @@ class RequestLog:
             raise
         finally:
             notes.end(notes.finish_reason or how, error)
-            if self._on_end is not None:
-                self._on_end(notes)
             del self._open[id(notes)]
             self._ended.append(notes)
             if self._observed is not None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import TypeVar
 
 from banaserve.contracts.trace_events import (
     CopiesEnded,
@@ -25,7 +25,6 @@ from banaserve.contracts.trace_events import (
     NoInstance,
     Prepared,
     PromotionEnded,
-    RequestEnded,
     RequestSummary,
     Routed,
     StepsPlanned,
@@ -41,7 +40,7 @@ _LATE_S = 1.0
 A step's end may be reported after the step's output has reached the front door.
 """
 
-Attributes = dict[str, str | int | float]
+Event = TypeVar("Event")
 
 
 class SpanName:
@@ -72,59 +71,44 @@ def spans_of(summary: RequestSummary, lines: Sequence[TraceLine]) -> list[TraceS
     return _Timeline(summary, lines).spans
 
 
-def accounted_s(spans: Sequence[TraceSpan]) -> float:
-    """Return the seconds that spans without a parent cover; overlaps count once."""
-    covered_s, until_s = 0.0, float("-inf")
-    for one in sorted((s for s in spans if s.parent < 0), key=lambda s: s.start_s):
-        covered_s += max(0.0, one.end_s - max(until_s, one.start_s))
-        until_s = max(until_s, one.end_s)
-    return covered_s
-
-
 @dataclass(slots=True)
-class _LegNotes:
-    """Events of a leg that its engine reported, in the order of time.
-
-    Attributes:
-        is_known: True if the engine's scheduler has looked at the leg.
-    """
-
-    planned: list[tuple[float, StepsPlanned]] = field(default_factory=list)
-    copies: list[tuple[float, CopiesEnded]] = field(default_factory=list)
-    promotions: list[tuple[float, PromotionEnded]] = field(default_factory=list)
-    gate: GateDecided | None = None
-    is_known: bool = False
-
-    @property
-    def first_s(self) -> float | None:
-        """Time at which the engine began to compute the leg; None before that."""
-        return self.planned[0][0] if self.planned else None
-
-    def decodes_from_s(self) -> float | None:
-        """Return the time at which the first step without prompt tokens was planned, or None."""
-        return next((at for at, steps in self.planned if steps.phase == "decode"), None)
-
-    def steps_of(self, phase: str) -> list[StepsPlanned]:
-        return [steps for _, steps in self.planned if steps.phase == phase]
-
-    def planned_s(self, step: int) -> float | None:
-        """Return the time at which a step that copied was planned; None if it is not known."""
-        return next((at_s for at_s, steps in self.planned if steps.first_step == step), None)
-
-
-@dataclass(slots=True)
-class _OpenLeg:
+class _Leg:
     """A leg that has begun.
 
     Attributes:
         follows_prefill: True if a prefill leg left the prompt of this leg in the store.
         output_s: Time at which the leg's first own output arrived; None before that.
+        notes: Events that the leg's engine reported, in the order of time; set at the leg's end.
     """
 
     began_s: float
     event: LegBegan
     follows_prefill: bool
     output_s: float | None = None
+    notes: Sequence[TraceLine] = ()
+
+    def all(self, kind: type[Event]) -> list[tuple[float, Event]]:
+        """Return the engine's events of one kind, each with its time."""
+        return [(one.at_s, one.event) for one in self.notes if isinstance(one.event, kind)]
+
+    def steps(self, phase: str) -> list[StepsPlanned]:
+        return [steps for _, steps in self.all(StepsPlanned) if steps.phase == phase]
+
+    @property
+    def first_s(self) -> float | None:
+        """Time at which the engine began to compute the leg; None before that."""
+        return next((at_s for at_s, _ in self.all(StepsPlanned)), None)
+
+    @property
+    def decodes_s(self) -> float | None:
+        """Time at which the leg began to decode; None before that, and for a prefill leg."""
+        if self.event.leg == "prefill":
+            return None
+        planned = self.all(StepsPlanned)
+        first = next((at_s for at_s, steps in planned if steps.phase == "decode"), None)
+        if first is None and (not planned or self.event.leg == "decode"):
+            return self.output_s
+        return first
 
 
 class _Timeline:
@@ -133,17 +117,20 @@ class _Timeline:
     def __init__(self, summary: RequestSummary, lines: Sequence[TraceLine]) -> None:
         self.spans: list[TraceSpan] = []
         self._lines = lines
-        self._ends_s = summary.took_s
+        self._until_s = summary.took_s
         if summary.received_s > 0:
             self._add(SpanName.RECEIVE, -summary.received_s, 0.0)
-        prepared_s = self._prepared()
-        ended_s = max(
-            [self._sequence(stem, prepared_s) for stem in self._stems()], default=prepared_s
-        )
+        prepared_s = next((one.at_s for one in lines if isinstance(one.event, Prepared)), 0.0)
+        if prepared_s > 0:
+            self._add(SpanName.PREPARE, 0.0, prepared_s)
+        ended_s = prepared_s
+        for number, sequence in enumerate(self._sequences()):
+            starts_s = prepared_s if number == 0 else sequence[0].at_s
+            ended_s = max(ended_s, self._sequence(sequence, starts_s, with_lookup=number == 0))
         if summary.answered_s is not None and summary.answered_s > ended_s:
             self._add(SpanName.RESPOND, ended_s, summary.answered_s)
-        elif summary.end and self._ends_s > ended_s:
-            self._add(SpanName.RESPOND, ended_s, self._ends_s)
+        elif summary.end and self._until_s > ended_s:
+            self._add(SpanName.RESPOND, ended_s, self._until_s)
 
     def _add(
         self,
@@ -152,50 +139,40 @@ class _Timeline:
         end_s: float,
         process: str = FRONT_DOOR,
         parent: int = -1,
-        error: str = "",
         **attributes: str | int | float | None,
     ) -> int:
-        """Add a span and return its index."""
-        known: Attributes = {key: value for key, value in attributes.items() if value is not None}
-        made = TraceSpan(name, start_s, max(start_s, end_s), process, parent, known, error)
+        """Add a span and return its index; an attribute that is None is left out."""
+        known = {key: value for key, value in attributes.items() if value is not None}
+        made = TraceSpan(name, start_s, max(start_s, end_s), process, parent, known)
         self.spans.append(made)
         return len(self.spans) - 1
 
-    def _prepared(self) -> float:
-        at_s = next((one.at_s for one in self._lines if isinstance(one.event, Prepared)), 0.0)
-        if at_s > 0:
-            self._add(SpanName.PREPARE, 0.0, at_s)
-        return at_s
-
     # ---- one sequence
 
-    def _stems(self) -> list[str]:
-        """Return, for each sequence, the part of the id that all of its legs share."""
-        ours = (one.leg_id for one in self._lines if one.process == FRONT_DOOR and one.leg_id)
-        return list(dict.fromkeys(_LEG_SUFFIX.sub("", leg_id) for leg_id in ours))
+    def _sequences(self) -> list[list[TraceLine]]:
+        """Return the front door's events of each sequence; its legs share a part of their ids."""
+        found: dict[str, list[TraceLine]] = {}
+        for one in self._lines:
+            if one.process == FRONT_DOOR and one.leg_id:
+                found.setdefault(_LEG_SUFFIX.sub("", one.leg_id), []).append(one)
+        return list(found.values())
 
-    def _sequence(self, stem: str, prepared_s: float) -> float:
+    def _sequence(self, lines: Sequence[TraceLine], starts_s: float, *, with_lookup: bool) -> float:
         """Add the spans of a sequence; return the time at which the last of them ends."""
-        ours = [
-            one
-            for one in self._lines
-            if one.process == FRONT_DOOR and one.leg_id and _LEG_SUFFIX.sub("", one.leg_id) == stem
-        ]
-        is_first = stem == self._stems()[0]
-        cursor_s = prepared_s if is_first else ours[0].at_s
-        leg: _OpenLeg | None = None
+        cursor_s = starts_s
+        leg: _Leg | None = None
         waits_s: float | None = None
         follows_prefill, retries = False, 0
-        for one in ours:
+        for one in lines:
             event = one.event
             match event:
                 case NoInstance():
                     waits_s = one.at_s
                 case Routed():
-                    self._route(cursor_s, one.at_s, event, waits_s, retries, is_first)
-                    cursor_s, waits_s, is_first = one.at_s, None, False
+                    self._route(cursor_s, one.at_s, event, waits_s, retries, with_lookup)
+                    cursor_s, waits_s, with_lookup = one.at_s, None, False
                 case LegBegan():
-                    leg = _OpenLeg(one.at_s, event, follows_prefill)
+                    leg = _Leg(one.at_s, event, follows_prefill)
                 case LegOutput() if leg is not None and leg.output_s is None:
                     leg.output_s = one.at_s
                 case LegEnded() | LegFailed():
@@ -208,17 +185,12 @@ class _Timeline:
                     follows_prefill = isinstance(event, LegEnded) and event.leg == "prefill"
                     leg = None
         if waits_s is not None:
-            self._add(SpanName.WAIT, cursor_s, self._end_s())
-            return self._end_s()
-        if leg is not None:  # under way, or its client has left
-            self._leg(leg, cursor_s, self._end_s(), "")
-            return self._end_s()
-        return cursor_s
-
-    def _end_s(self) -> float:
-        """Return the time at which the request ended, or now."""
-        ended = (one.at_s for one in self._lines if isinstance(one.event, RequestEnded))
-        return next(ended, self._ends_s)
+            self._add(SpanName.WAIT, cursor_s, self._until_s)
+        elif leg is not None:  # under way, or its client has left
+            self._leg(leg, cursor_s, self._until_s, "")
+        else:
+            return cursor_s
+        return self._until_s
 
     def _route(
         self,
@@ -251,113 +223,108 @@ class _Timeline:
 
     # ---- one leg
 
-    def _leg(self, leg: _OpenLeg, start_s: float, end_s: float, error: str) -> None:
+    def _leg(self, leg: _Leg, start_s: float, end_s: float, error: str) -> None:
         """Add the spans of a leg from ``start_s``, the end of the preceding part."""
-        told = self._told(leg, end_s)
-        name, instance = leg.event.leg, leg.event.instance
-        decodes_s = None if name == "prefill" else told.decodes_from_s()
-        if decodes_s is None and name != "prefill" and (not told.planned or name == "decode"):
-            decodes_s = leg.output_s
+        leg.notes = self._notes_of(leg, end_s)
+        decodes_s = leg.decodes_s
         until_s = decodes_s if decodes_s is not None else end_s
-        if name == "decode" and (leg.follows_prefill or not leg.event.resumed_tokens):
-            parts = self._hand_over(leg, told, start_s, until_s)
+        if leg.event.leg == "decode" and (leg.follows_prefill or not leg.event.resumed_tokens):
+            parts = self._hand_over(leg, start_s, until_s)
         else:
-            parts = self._prompt(leg, told, start_s, until_s)
+            parts = self._prompt(leg, start_s, until_s)
         if decodes_s is not None and end_s > decodes_s:
-            parts.append(self._decode(told, instance, decodes_s, end_s))
+            parts.append(self._decode(leg, decodes_s, end_s))
         if error:
             self.spans[parts[-1]].error = error
-        self._copies(told, instance, parts)
-        self._felt(instance, start_s, end_s, parts)
+        self._copies(leg, parts)
+        self._felt(leg.event.instance, start_s, end_s, parts)
 
-    def _hand_over(
-        self, leg: _OpenLeg, told: _LegNotes, start_s: float, until_s: float
-    ) -> list[int]:
+    def _notes_of(self, leg: _Leg, end_s: float) -> list[TraceLine]:
+        """Return what the leg's engine reported of it; a step must be planned before the end."""
+        own = (leg.event.engine_request_id, leg.event.instance)
+        return [
+            one
+            for one in self._lines
+            if (one.leg_id, one.process) == own
+            and leg.began_s <= one.at_s <= end_s + _LATE_S
+            and (one.at_s <= end_s or not isinstance(one.event, StepsPlanned))
+        ]
+
+    def _hand_over(self, leg: _Leg, start_s: float, until_s: float) -> list[int]:
         """Add the span of a hand-over, until the decode leg computes its own output.
 
         It consists of the leg's wait and of the step that fetches the blocks.
         """
-        instance = leg.event.instance
+        instance, first_s = leg.event.instance, leg.first_s
         whole = self._add(SpanName.HAND_OVER, start_s, until_s, instance)
-        if told.first_s is not None:
-            self._add(SpanName.QUEUE, leg.began_s, told.first_s, instance, parent=whole)
+        if first_s is not None:
+            self._add(SpanName.QUEUE, leg.began_s, first_s, instance, parent=whole)
         return [whole]
 
-    def _prompt(self, leg: _OpenLeg, told: _LegNotes, start_s: float, until_s: float) -> list[int]:
+    def _prompt(self, leg: _Leg, start_s: float, until_s: float) -> list[int]:
         """Add the spans until the prompt, and any output that came with it, has been computed."""
-        parts, instance, first_s = [], leg.event.instance, told.first_s
-        if first_s is not None or told.is_known:
+        parts, instance, first_s = [], leg.event.instance, leg.first_s
+        is_known = bool(leg.all(EngineReceived))  # the engine's scheduler has looked at the leg
+        if first_s is not None or is_known:
             queued_s = first_s if first_s is not None else until_s
             parts.append(self._add(SpanName.QUEUE, start_s, queued_s, instance))
-        if first_s is not None or not told.is_known:
-            steps = told.steps_of("prompt")
-            parts.append(
-                self._add(
-                    SpanName.PREFILL,
-                    first_s if first_s is not None else start_s,
-                    until_s,
-                    instance,
-                    tokens=sum(one.num_tokens for one in steps) or None,
-                    steps=sum(one.num_steps for one in steps) or None,
-                    resumed_tokens=leg.event.resumed_tokens or None,
-                    fetch_decision=told.gate.decision if told.gate is not None else None,
-                )
+        if first_s is not None or not is_known:
+            begins_s = first_s if first_s is not None else start_s
+            tokens, num_steps = _work(leg.steps("prompt"))
+            gates = [gate.decision for _, gate in leg.all(GateDecided)]
+            prefill = self._add(
+                SpanName.PREFILL,
+                begins_s,
+                until_s,
+                instance,
+                tokens=tokens,
+                steps=num_steps,
+                resumed_tokens=leg.event.resumed_tokens or None,
+                fetch_decision=gates[-1] if gates else None,
             )
+            parts.append(prefill)
         return parts
 
-    def _decode(self, told: _LegNotes, instance: str, start_s: float, end_s: float) -> int:
-        steps = told.steps_of("decode")
+    def _decode(self, leg: _Leg, start_s: float, end_s: float) -> int:
+        steps = leg.steps("decode")
+        tokens, num_steps = _work(steps)
         return self._add(
             SpanName.DECODE,
             start_s,
             end_s,
-            instance,
-            tokens=sum(one.num_tokens for one in steps) or None,
-            steps=sum(one.num_steps for one in steps) or None,
+            leg.event.instance,
+            tokens=tokens,
+            steps=num_steps,
             longest_gap_ms=max((1e3 * one.longest_gap_s for one in steps), default=None),
             saved_blocks=sum(one.saved_blocks for one in steps) or None,
         )
-
-    def _told(self, leg: _OpenLeg, end_s: float) -> _LegNotes:
-        told = _LegNotes()
-        name, instance = leg.event.engine_request_id, leg.event.instance
-        for one in self._lines:
-            at_s, event = one.at_s, one.event
-            if one.leg_id != name or one.process != instance:
-                continue
-            if not leg.began_s <= at_s <= end_s + _LATE_S:
-                continue
-            match event:
-                case EngineReceived():
-                    told.is_known = True
-                case StepsPlanned() if at_s <= end_s:
-                    told.planned.append((at_s, event))
-                case CopiesEnded():
-                    told.copies.append((at_s, event))
-                case PromotionEnded():
-                    told.promotions.append((at_s, event))
-                case GateDecided():
-                    told.gate = event
-        return told
 
     def _part_at(self, at_s: float, parts: Sequence[int]) -> int:
         """Return the part of a leg that contains a time."""
         return next((i for i in parts if at_s < self.spans[i].end_s), parts[-1])
 
-    def _copies(self, told: _LegNotes, instance: str, parts: Sequence[int]) -> None:
+    def _copies(self, leg: _Leg, parts: Sequence[int]) -> None:
         """Add the spans of promotions, and of fetches and saves, which run beside computing.
 
         Fetches start at the beginning of their step, and saves end at its end.
         """
-        for at_s, waited in told.promotions:
+        instance = leg.event.instance
+        for at_s, waited in leg.all(PromotionEnded):
             began_s = at_s - waited.wait_s
             parent = self._part_at(began_s, parts)
-            known: dict[str, Any] = {"outcome": waited.outcome, "blocks": waited.arrived_blocks}
-            self._add(SpanName.PROMOTE, began_s, at_s, instance, parent, **known)
-        for at_s, copied in told.copies:
+            self._add(
+                SpanName.PROMOTE,
+                began_s,
+                at_s,
+                instance,
+                parent,
+                outcome=waited.outcome,
+                blocks=waited.arrived_blocks,
+            )
+        planned_s = {steps.first_step: at_s for at_s, steps in reversed(leg.all(StepsPlanned))}
+        for at_s, copied in leg.all(CopiesEnded):
             longest_s = max(copied.fetch_s, copied.save_s, copied.compute_s or 0.0)
-            planned_s = told.planned_s(copied.step)
-            began_s = planned_s if planned_s is not None else at_s - longest_s
+            began_s = planned_s.get(copied.step, at_s - longest_s)
             parent = self._part_at(began_s, parts)
             if blocks := copied.fetched_blocks:
                 until_s = min(at_s, began_s + copied.fetch_s)
@@ -384,3 +351,9 @@ class _Timeline:
                     modules=move.modules,
                     to=move.to or "home",
                 )
+
+
+def _work(steps: Sequence[StepsPlanned]) -> tuple[int | None, int | None]:
+    """Return the number of tokens and the number of steps; None for none."""
+    tokens, num_steps = sum(one.num_tokens for one in steps), sum(one.num_steps for one in steps)
+    return tokens or None, num_steps or None

@@ -18,15 +18,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.export import (
-    BatchSpanProcessor,
-    SpanExporter,
-    SpanExportResult,
-)
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -35,8 +31,9 @@ from banaserve.base.platform.processes import in_daemon_thread
 from banaserve.contracts.trace_events import RequestTrace, TraceSpan
 from banaserve.serving.monitoring.metrics import TRACE_SPANS
 from banaserve.serving.tracing.http_call import HttpCall
-from banaserve.serving.tracing.request_log import RequestNotes
+from banaserve.serving.tracing.request_log import RequestNotes, RequestSpan
 from banaserve.serving.tracing.spans import SpanName
+from banaserve.serving.tracing.trace_collection import TraceCollector
 
 logger = logging.getLogger(__name__)
 MAX_WAITING_CALLS = 1024
@@ -50,12 +47,6 @@ _PREFIX = "banaserve."
 _OPERATIONS = {"/v1/completions": "text_completion", "/inference/v1/generate": "text_completion"}
 _OF_CALL = (SpanName.RECEIVE, SpanName.RESPOND)
 _SERVER_ERROR = 500
-
-
-class CollectsTraces(Protocol):
-    """Collector of the notes of all processes about requests."""
-
-    async def traces_of(self, requests: Sequence[RequestNotes]) -> list[RequestTrace]: ...
 
 
 class _CountingExporter(SpanExporter):
@@ -82,11 +73,8 @@ class _CountingExporter(SpanExporter):
     def shutdown(self) -> None:
         self._inner.shutdown()
 
-    def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        return self._inner.force_flush(timeout_millis)
 
-
-class BoundedSpans(SpanProcessor):
+class BoundedSpans(BatchSpanProcessor):
     """OpenTelemetry's batch processor, which refuses spans if its queue is full.
 
     OpenTelemetry's own queue drops the oldest span and counts nothing.
@@ -97,7 +85,7 @@ class BoundedSpans(SpanProcessor):
 
     def __init__(self, exporter: SpanExporter, max_spans: int = MAX_QUEUED_SPANS) -> None:
         self._exporter = _CountingExporter(exporter)
-        self._batches = BatchSpanProcessor(
+        super().__init__(
             self._exporter,
             max_queue_size=max_spans,
             max_export_batch_size=min(512, max_spans),
@@ -111,13 +99,7 @@ class BoundedSpans(SpanProcessor):
             TRACE_SPANS.labels("dropped").inc()
             return
         self._num_taken += 1
-        self._batches.on_end(span)
-
-    def shutdown(self) -> None:
-        self._batches.shutdown()
-
-    def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        return self._batches.force_flush(timeout_millis)
+        super().on_end(span)
 
 
 @dataclass
@@ -125,23 +107,11 @@ class _Traced:
     """State kept of a call: its own span, and its requests."""
 
     server: Span
-    requests: list[tuple[OtlpSpan, RequestNotes]] = field(default_factory=list)
-
-
-class OtlpSpan:
-    """Span of one request; see ``http_call.RequestSpan``."""
-
-    def __init__(self, span: Span) -> None:
-        context = span.get_span_context()
-        self.span = span
-        self.trace_id = f"{context.trace_id:032x}"
-        self.exemplar: dict[str, str] | None = None
-        if span.is_recording():
-            self.exemplar = {"trace_id": self.trace_id, "span_id": f"{context.span_id:016x}"}
+    requests: list[tuple[Span, RequestNotes]] = field(default_factory=list)
 
 
 class OtlpTracer:
-    """Maker of spans of requests; see ``http_call.RequestTracer``.
+    """Maker of spans of requests.
 
     Used on the event loop; call ``start`` there first.
 
@@ -155,7 +125,7 @@ class OtlpTracer:
     def __init__(
         self,
         exporter: SpanExporter,
-        collector: CollectsTraces,
+        collector: TraceCollector,
         model: str,
         max_spans: int = MAX_QUEUED_SPANS,
     ) -> None:
@@ -188,8 +158,13 @@ class OtlpTracer:
 
     # ---- while a request runs
 
-    def begin(self, call: HttpCall, notes: RequestNotes, params: Any) -> OtlpSpan:
-        """See ``http_call.RequestTracer``."""
+    def begin(self, call: HttpCall, notes: RequestNotes, params: Any) -> RequestSpan:
+        """Begin the span of a request of ``call``, and return the span's identity.
+
+        Args:
+            notes: Notes of the request, complete only once the answer has been sent.
+            params: vLLM's ``SamplingParams`` of the request.
+        """
         traced = call.traced
         if traced is None:
             traced = call.traced = _Traced(self._server_span(call))
@@ -201,12 +176,14 @@ class OtlpTracer:
             _request_attributes(operation, self._model, notes.request_id, params),
             start_time=_ns(call.arrived_at_s),
         )
-        made = OtlpSpan(span)
-        traced.requests.append((made, notes))
-        return made
+        traced.requests.append((span, notes))
+        context = span.get_span_context()
+        trace_id = f"{context.trace_id:032x}"
+        exemplar = {"trace_id": trace_id, "span_id": f"{context.span_id:016x}"}
+        return RequestSpan(trace_id, exemplar if span.is_recording() else None)
 
     def answered(self, call: HttpCall) -> None:
-        """See ``http_call.RequestTracer``."""
+        """Note that the answer has been sent; called once for each call."""
         if call.traced is None:
             return
         if len(self._waiting) >= MAX_WAITING_CALLS:
@@ -254,19 +231,23 @@ class OtlpTracer:
     def _export(self, call: HttpCall, traces: Sequence[RequestTrace]) -> None:
         server = call.traced.server
         last = max(traces, key=lambda one: one.summary.took_s, default=None)
-        for (ours, notes), trace in zip(call.traced.requests, traces, strict=True):
-            at_ns = _since(call, notes)
+        arrived_ns = _ns(call.arrived_at_s)
+
+        def at_ns(at_s: float) -> int:
+            return arrived_ns + _ns(at_s)
+
+        for (own, _), trace in zip(call.traced.requests, traces, strict=True):
             made: list[Span] = []
             for part in trace.spans:
                 if part.name in _OF_CALL:
                     parent = server
                 else:
-                    parent = made[part.parent] if part.parent >= 0 else ours.span
+                    parent = made[part.parent] if part.parent >= 0 else own
                 if part.name not in _OF_CALL or trace is last:
                     made.append(self._part(part, parent, at_ns))
                 else:
                     made.append(server)  # several requests of a call share these parts: made once
-            _end_request(ours.span, trace, at_ns)
+            _end_request(own, trace, at_ns)
         server.set_attribute("http.response.status_code", call.status)
         if call.status >= _SERVER_ERROR:
             server.set_status(Status(StatusCode.ERROR))
@@ -292,12 +273,6 @@ class OtlpTracer:
 
 def _ns(at_s: float) -> int:
     return int(at_s * 1e9)
-
-
-def _since(call: HttpCall, notes: RequestNotes) -> Callable[[float], int]:
-    """Return a function from seconds since a request's arrival to nanoseconds since 1970."""
-    arrived_ns = _ns(call.began_at_s + notes.arrived_s - call.began_s)
-    return lambda at_s: arrived_ns + int(at_s * 1e9)
 
 
 def _request_attributes(

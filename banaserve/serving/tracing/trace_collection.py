@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from banaserve.base.clock import Clock
 from banaserve.base.errors import ProtocolError
@@ -31,11 +30,8 @@ An engine answers between two steps, and a step with a long prompt takes long.
 """
 
 
-class _Life(NamedTuple):
-    """Incarnation of an instance; a restarted instance has lost its notes."""
-
-    instance: str
-    incarnation: int
+_Answer = dict[str, list[EngineNotes]] | str
+"""An engine's notes by the names of legs, or the reason why there are none."""
 
 
 class TraceCollector:
@@ -69,11 +65,11 @@ class TraceCollector:
         Each engine is asked once. An engine that does not answer is named in ``missing``, and no
         exception is raised for it.
         """
-        names: dict[_Life, dict[str, None]] = {}
+        names: dict[tuple[str, int], dict[str, None]] = {}
         for notes in requests:
             for leg in notes.legs:
-                names.setdefault(_Life(leg.instance, leg.incarnation), {})[leg.name] = None
-        answers = await asyncio.gather(*(self._ask(life, list(of)) for life, of in names.items()))
+                names.setdefault(leg.life, {})[leg.name] = None
+        answers = await asyncio.gather(*(self._ask(*life, list(of)) for life, of in names.items()))
         known = dict(zip(names, answers, strict=True))
         moves = list(self._moves())
         return [self._trace(notes, known, moves) for notes in requests]
@@ -81,7 +77,7 @@ class TraceCollector:
     def _trace(
         self,
         notes: RequestNotes,
-        known: Mapping[_Life, Mapping[str, list[EngineNotes]] | str],
+        known: Mapping[tuple[str, int], _Answer],
         moves: Iterable[tuple[float, MoveCommitted]],
     ) -> RequestTrace:
         arrived_s = notes.arrived_s
@@ -91,7 +87,7 @@ class TraceCollector:
         ]
         missing = _dropped(FRONT_DOOR, notes.num_dropped)
         for leg in dict.fromkeys(notes.legs):
-            answer = _of_leg(leg, known)
+            answer = _of_leg(leg, known[leg.life])
             if isinstance(answer, str):
                 missing.append(answer)
                 continue
@@ -112,15 +108,14 @@ class TraceCollector:
         missing = list(dict.fromkeys(missing))
         return RequestTrace(summary, lines, missing, spans_of(summary, lines))
 
-    async def _ask(self, life: _Life, names: list[str]) -> dict[str, list[EngineNotes]] | str:
-        """Return an engine's notes of legs, by name, or the reason why there are none."""
-        name = life.instance
+    async def _ask(self, name: str, incarnation: int, names: list[str]) -> _Answer:
+        """Ask an incarnation of an instance for its notes of legs."""
         instance = self._instances.get(InstanceId(name))
         if instance is None:
             return f"{name} has been removed, and its notes with it"
         if instance.llm is None:
             return f"{name} is down, and its notes with it"
-        if instance.incarnation != life.incarnation:
+        if instance.incarnation != incarnation:
             return f"{name} was started again since, and its notes are lost"
         began_s = self._clock.now()
         try:
@@ -139,10 +134,7 @@ class TraceCollector:
         return dict(zip(names, _on_our_clock(answer, began_s, self._clock.now()), strict=True))
 
 
-def _of_leg(
-    leg: TracedLeg, known: Mapping[_Life, Mapping[str, list[EngineNotes]] | str]
-) -> list[EngineNotes] | str:
-    answer = known[_Life(leg.instance, leg.incarnation)]
+def _of_leg(leg: TracedLeg, answer: _Answer) -> list[EngineNotes] | str:
     if isinstance(answer, str):
         return answer
     if not answer[leg.name]:

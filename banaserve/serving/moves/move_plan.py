@@ -1,0 +1,116 @@
+"""Plan of the moves for a request, given the units that are away already. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from banaserve.base.errors import MigrationError
+from banaserve.contracts.move_phase import ModelGeometry
+from banaserve.migration.units.base import MigrationUnit, layers_left, overlap
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteUnit:
+    """Unit that runs beside another instance, ``at``; see ``UnitStatus``."""
+
+    unit_id: str
+    modules: MigrationUnit
+    at: str
+    guest_id: str = ""
+    epoch: int = 0
+    num_older_blocks: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UnitMove:
+    """Move of one unit, to another instance or home.
+
+    Attributes:
+        unit_id: Id of a unit that is away; empty for modules that are at home.
+    """
+
+    modules: MigrationUnit
+    unit_id: str = ""
+
+
+def plan_move(
+    wanted: MigrationUnit,
+    target: str,
+    shape: ModelGeometry,
+    away: Sequence[RemoteUnit],
+    moving: Mapping[str, Sequence[MigrationUnit]],
+) -> list[UnitMove]:
+    """Plan the moves after which ``wanted`` runs beside ``target``.
+
+    Args:
+        away: Units of the same host that are not at home.
+        moving: Modules of the host's migrations that have not ended, by the migrations' ids.
+
+    Returns:
+        At least one move; units that are at ``target`` already stay.
+
+    Raises:
+        MigrationError: The move is impossible; the message gives the reason.
+    """
+    wanted.check(shape)
+    _check_not_moving(wanted, moving)
+    steps: list[UnitMove] = []
+    rest = wanted.cells()
+    for unit in away:
+        if overlap(wanted, unit.modules) is None:
+            continue
+        if unit.modules.kind != wanted.kind:
+            raise MigrationError(f"{_where(unit)}: return them before you move {wanted}")
+        held = unit.modules.cells()
+        rest -= held
+        if unit.at == target:
+            continue
+        if not held <= wanted.cells():
+            raise MigrationError(f"{_where(unit)} as one unit: move all of it, or return it first")
+        steps.append(UnitMove(unit.modules, unit.unit_id))
+    steps += [UnitMove(modules) for modules in wanted.of_cells(rest)]
+    if not steps:
+        raise MigrationError(f"{wanted} run beside {target} already")
+    _keep_one_layer([*(s.modules for s in steps), *(u.modules for u in away)], shape)
+    return steps
+
+
+def plan_return(
+    wanted: MigrationUnit | None,
+    away: Sequence[RemoteUnit],
+    moving: Mapping[str, Sequence[MigrationUnit]],
+) -> list[UnitMove]:
+    """Plan the moves after which ``wanted``, or every unit if None, is at home.
+
+    Raises:
+        MigrationError: None of ``wanted`` is away, a part of it is moving, or it names only a part
+            of a unit.
+    """
+    found = [u for u in away if wanted is None or overlap(wanted, u.modules) is not None]
+    if not found:
+        raise MigrationError(f"nothing of {wanted} is away" if wanted else "nothing is away")
+    for unit in found:
+        _check_not_moving(unit.modules, moving)
+        if wanted is not None and not wanted.covers(unit.modules):
+            raise MigrationError(f"{_where(unit)} as one unit: return all of it")
+    return [UnitMove(unit.modules, unit.unit_id) for unit in found]
+
+
+def _check_not_moving(wanted: MigrationUnit, moving: Mapping[str, Sequence[MigrationUnit]]) -> None:
+    for migration_id, others in moving.items():
+        for other in others:
+            if (shared := overlap(wanted, other)) is not None:
+                raise MigrationError(
+                    f"{shared} is on its way in migration {migration_id}: wait for it to end, or "
+                    "abort it"
+                )
+
+
+def _keep_one_layer(modules: Iterable[MigrationUnit], shape: ModelGeometry) -> None:
+    if not layers_left(modules, shape.num_layers):
+        raise MigrationError("every layer would be away: keep at least one on the host")
+
+
+def _where(unit: RemoteUnit) -> str:
+    return f"{unit.modules} run beside {unit.at}"
