@@ -21,12 +21,6 @@ __all__ = [
     "ParallelConfig",
     "UsageContext",
     "VllmConfig",
-    "adopt_kernels",
-    "adopt_kv_layout",
-    "element_bytes",
-    "import_kernels",
-    "is_on_cpu",
-    "own_budget",
     "set_current_vllm_config",
 ]
 

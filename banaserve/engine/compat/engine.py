@@ -41,7 +41,6 @@ from banaserve.engine.compat.requests import RequestOutput
 from banaserve.engine.continuation import output_of
 
 __all__ = [
-    "PRE_IMPORTED",
     "AsyncLLM",
     "EngineCore",
     "EngineCoreOutput",
@@ -59,24 +58,6 @@ __all__ = [
     "RequestOutputCollector",
     "RequestStateStats",
     "SchedulerStats",
-    "add_utility",
-    "adopt",
-    "call_utility",
-    "drop",
-    "forget",
-    "install_continuation",
-    "install_notes_utility",
-    "mark_dead",
-    "on_wake",
-    "output_tokens",
-    "override_kernels",
-    "put_first_token",
-    "register",
-    "request_state",
-    "run_engine_core",
-    "send",
-    "start_output_handler",
-    "submit",
 ]
 
 PRE_IMPORTED = (

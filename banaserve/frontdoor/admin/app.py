@@ -21,7 +21,6 @@ from banaserve.contracts.migration_api import (
 from banaserve.frontdoor.admin.answers import PREFIX, answer, route
 from banaserve.frontdoor.admin.control import Control, control_routes
 from banaserve.frontdoor.admin.live import LivePage, live_routes
-from banaserve.frontdoor.admin.old_names import renamed, with_old_names
 from banaserve.frontdoor.admin.operations import operation_routes
 from banaserve.frontdoor.admin.traces import Traces, trace_routes
 from banaserve.frontdoor.edge.authenticated import mark_authenticated
@@ -110,12 +109,12 @@ async def _placement(coordinator: Coordinator, control: Control | None, _: Reque
     found = await placement_of(coordinator)
     if control is not None:
         found = msgspec.structs.replace(found, nodes=control.nodes.nodes())
-    return answer(with_old_names(found))
+    return answer(found)
 
 
 async def _overlap(coordinator: Coordinator, request: Request) -> Response:
-    ask = msgspec.json.decode(renamed(await request.body()), type=OverlapRequest)
-    return answer(with_old_names(await coordinator.overlap(ask)))
+    ask = msgspec.json.decode(await request.body(), type=OverlapRequest)
+    return answer(await coordinator.overlap(ask))
 
 
 async def _share(coordinator: Coordinator, request: Request) -> Response:
