@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from banaserve.engine.compat.wheels import wheel_of
 
 from banaserve.base.models.cache import cache_root
+from banaserve.engine.compat.__main__ import wheel_of
 from front_end import (
     Action,
     FrontEnd,
