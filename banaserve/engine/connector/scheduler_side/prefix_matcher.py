@@ -13,7 +13,6 @@ from banaserve.base.clock import Clock
 from banaserve.contracts.trace_events import GateDecided, PromotionEnded, StoreAsked
 from banaserve.engine.compat import kv_cache as compat
 from banaserve.engine.connector.block_hash import TailHasher
-from banaserve.engine.connector.handover import Handover
 from banaserve.engine.connector.metadata import ConnectorCounters, StepResult
 from banaserve.engine.connector.scheduler_side.request_notes import ConnectorNotes
 from banaserve.engine.connector.scheduler_side.request_state import (
@@ -26,7 +25,6 @@ from banaserve.engine.connector.scheduler_side.request_state import (
 )
 from banaserve.engine.connector.scheduler_side.step_ahead import StepAhead
 from banaserve.engine.connector.states import block_ends, state_keys
-from banaserve.engine.continuation import output_of
 from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.gate.cost_gate import CostGate, Verdict
 from banaserve.kvstore.gate.prefix_cut import FetchWork, HeldPrefix, StepBeside
@@ -224,41 +222,14 @@ class PrefixMatcher:
         assert tracked.promotion is not None
         return tracked.promotion.look(self._client.arrivals, now_s) is None
 
-    @staticmethod
-    def _has_run(request: compat.Request) -> bool:
-        """Return whether the request was preempted here: it has output beyond what it came with."""
-        return request.num_output_tokens > len(output_of(request.sampling_params))
-
-    @classmethod
-    def _handed_over(cls, request: compat.Request) -> int | None:
-        """Return the number of tokens that a prefill leg computed for this decode leg, or None."""
-        return None if cls._has_run(request) else Handover.of(request.kv_transfer_params).tokens
-
-    @classmethod
-    def _is_owed(cls, request: compat.Request) -> bool:
-        """Return whether the request was sent here because the store has or awaits its prompt."""
-        if cls._has_run(request):
-            return False
-        return Handover.of(request.kv_transfer_params).is_stored or (
-            cls._handed_over(request) is not None
-        )
-
-    @classmethod
-    def _goes_on(cls, request: compat.Request) -> bool:
-        """Return whether the request continues the output of another instance.
-
-        That instance may have died while it wrote blocks.
-        """
-        return bool(output_of(request.sampling_params)) and not cls._has_run(request)
-
-    def _tokens_to_look_up(self, request: compat.Request) -> int:
+    def _tokens_to_look_up(self, tracked: RequestState) -> int:
         """Return the number of tokens of the prefix to look up.
 
         A decode leg knows the tokens that its prefill leg computed; other requests look up all
         their tokens. With states, the prefix ends where the store has a state, before the last
         token, which is always computed.
         """
-        handed_over = self._handed_over(request)
+        request, handed_over = tracked.request, tracked.handed_over
         if not self._num_states:
             return min(handed_over or request.num_tokens, request.num_tokens)
         if handed_over is not None and handed_over < request.num_tokens:
@@ -283,18 +254,18 @@ class PrefixMatcher:
                 the first question.
         """
         request = tracked.request
-        covered = self._tokens_to_look_up(request)
+        covered = self._tokens_to_look_up(tracked)
         tail = self._tails.key(request, covered)
         keys = self._keys(request, covered, tail)
         tracked.prefix_tokens, tracked.prefix_blocks = covered, len(keys) - first
         # Where a prompt has more blocks than one call takes, the last ones are computed.
         keys = keys[first : first + MAX_KEYS]
-        if tracked.leaves_tail and covered != request.num_tokens:
+        if tracked.handover.leaves_tail and covered != request.num_tokens:
             tail = self._tails.key(request, request.num_tokens)
         offers = self._offers(tracked, first, tail)[:MAX_KEYS]
         held = tracked.lease
         # Blocks that were computed for this request are fetched at any cost, also from a tier.
-        is_owed = self._is_owed(request)
+        is_owed = tracked.is_owed
         block_s = 0.0 if is_owed else self._gate.block_budget_s(first, covered)
         answer = self._client.exchange(
             acquire=[] if request.skip_reading_prefix_cache else keys,
@@ -302,7 +273,7 @@ class PrefixMatcher:
             tenant=tracked.tenant,
             compute_block_s=block_s,
             hold=tracked.own_hold,
-            num_readers=tracked.num_readers,
+            num_readers=tracked.handover.num_readers,
         )
         tracked.has_hold = tracked.own_hold != 0
         if held is not None:
@@ -314,7 +285,7 @@ class PrefixMatcher:
         tracked.promotion = PendingPromotion(
             answer.slots, answer.num_ready, now_s, answer.wait_s, pending_s
         )
-        may_be_written = is_owed or self._goes_on(request)
+        may_be_written = is_owed or tracked.goes_on
         is_written = may_be_written and self._is_being_written(keys, offers, answer)
         if until_s is None:
             until_s = now_s + (LONGEST_WAIT_S if is_written else UNDECIDED_FOR_S)
@@ -352,7 +323,7 @@ class PrefixMatcher:
         """
         fits_at_all = len(tracked.offers) <= self._client.num_slots
         is_prefill = answer.num_refused > 0 and tracked.has_hold
-        is_decode = answer.num_unfetched > 0 and bool(tracked.pushed_from)
+        is_decode = answer.num_unfetched > 0 and bool(tracked.handover.pushed_from)
         if not ((is_prefill or is_decode) and fits_at_all):
             return False
         if tracked.room_until_s is None:
@@ -401,7 +372,7 @@ class PrefixMatcher:
         can only read the store; other requests offer the blocks that they are about to compute.
         """
         request = tracked.request
-        leaves_tail = tracked.leaves_tail
+        leaves_tail = tracked.handover.leaves_tail
         hashes = request.block_hashes
         tracked.num_claimed = len(hashes)
         offers = full_block_offers(hashes, 0 if leaves_tail else first, self._block_size)
@@ -440,9 +411,7 @@ class PrefixMatcher:
             num_after,
             is_whole=bool(self._num_states),
         )
-        verdict = self._gate.decide(
-            prefix, self._ahead.beside(), handed_over=self._is_owed(tracked.request)
-        )
+        verdict = self._gate.decide(prefix, self._ahead.beside(), handed_over=tracked.is_owed)
         self._notes.note(
             tracked.request.request_id,
             GateDecided(
@@ -481,7 +450,7 @@ class PrefixMatcher:
                 reserve=pairs,
                 tenant=tracked.tenant,
                 hold=tracked.own_hold,
-                num_readers=tracked.num_readers,
+                num_readers=tracked.handover.num_readers,
             ).reserved
             tracked.keep(offers, reserved)
 
@@ -521,7 +490,7 @@ class PrefixMatcher:
     def _end_hold(self, tracked: RequestState) -> None:
         if tracked.has_hold:
             tracked.has_hold = False
-            self._client.end_hold(tracked.hold, None, tracked.push_to)
+            self._client.end_hold(tracked.handover.hold, None, tracked.handover.push_to)
 
     def _abandon_saves(self, tracked: RequestState) -> None:
         if tracked.saves:

@@ -11,25 +11,7 @@ import numpy as np
 import torch
 
 import banaserve._native as _native
-from banaserve.engine.compat import kv_cache as compat
-from banaserve.engine.connector.worker_side.gpu_block_copy import Addresses, QueueCopies
 from banaserve.kvstore.pool import Numbers, PoolView
-
-
-def copies_of_vllm() -> QueueCopies:
-    """Make a function that queues copies on a stream with one call of vLLM's batch copy."""
-    swap = compat.batch_copier()
-
-    def copy(
-        target: Addresses, source: Addresses, num_bytes: int, stream: int
-    ) -> tuple[torch.Tensor, ...]:
-        pointers = torch.from_numpy(source), torch.from_numpy(target)
-        sizes = torch.full_like(pointers[0], num_bytes)
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
-            swap(*pointers, sizes)
-        return (*pointers, sizes)
-
-    return copy
 
 
 class Copy(Protocol):
@@ -88,7 +70,7 @@ def make_copier(layers: Sequence[torch.Tensor], page_bytes: int, part: int) -> B
     if layers[0].device.type != "cpu":
         from banaserve.engine.connector.worker_side.gpu_block_copy import GpuCopier
 
-        return GpuCopier(layers, page_bytes, part, copies_of_vllm)
+        return GpuCopier(layers, page_bytes, part)
     for tensor in layers:
         stride_bytes = tensor.stride(0) * tensor.element_size()
         block_bytes = tensor[0].numel() * tensor.element_size()
