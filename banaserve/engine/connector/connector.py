@@ -33,7 +33,6 @@ from banaserve.engine.connector.metadata import (
     ConnectorOptions,
     StepResult,
     TransferStats,
-    stats_from_wire,
 )
 from banaserve.engine.connector.scheduler_side.scheduler import StoreConnectorScheduler
 from banaserve.engine.connector.states import chunk_end
@@ -235,7 +234,7 @@ class StoreConnector(ConnectorBase):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats | None:
-        return stats_from_wire(data)
+        return TransferStats(data=data) if data else None
 
     def reset_cache(self) -> bool:
         """Drop all blocks in the store, of all clients; return whether pool and tiers are empty."""

@@ -175,10 +175,6 @@ class ConnectorCounters:
         return TransferStats(data=taken) if taken else None
 
 
-def stats_from_wire(data: dict[str, Any] | None) -> TransferStats | None:
-    return TransferStats(data=data) if data else None
-
-
 @dataclass(frozen=True)
 class MappedCopies:
     """Copies whose slots are all in ``view``; without a view there are no copies.

@@ -31,7 +31,6 @@ from banaserve.serving.moves.guest_sharing import share
 from banaserve.serving.moves.status import placement_of
 
 _MAX_BODY_BYTES = 1 << 20
-_migrations: msgspec.json.Decoder[MigrationRequest] = msgspec.json.Decoder(MigrationRequest)
 
 
 class AdminMiddleware:
@@ -91,7 +90,9 @@ def admin_app(
     """Return the endpoints without the key check, those of the optional parts where given."""
     routes = [
         route("/placement", _placement, coordinator, control),
-        *operation_routes("migrations", "migration", coordinator, _migrations, coordinator.begin),
+        *operation_routes(
+            "migrations", "migration", coordinator, MigrationRequest, coordinator.begin
+        ),
         route("/overlap", _overlap, coordinator, method="POST"),
         route("/share", _share, coordinator, method="POST"),
         route("/expert-load", _expert_load, coordinator, method="POST"),
