@@ -30,10 +30,9 @@ from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import NodeLostError
 from banaserve.nodes.measuring.survey import inspected
 from banaserve.nodes.measuring.ways import NodeWays
-from banaserve.nodes.messages import Inspect, NodeStore, PrepareNode
+from banaserve.nodes.messages import Inspect, NodeStore, PrepareNode, own_version
 from banaserve.nodes.model_check import model_digest
 from banaserve.nodes.places import AgentPlace, NumberedPlace, Places
-from banaserve.nodes.versions import own_version
 from banaserve.serving.monitoring import metrics
 
 logger = logging.getLogger(__name__)
@@ -295,8 +294,7 @@ class NodePool:
         try:
             await self._share_stores()
             say("measuring the ways to the other nodes")
-            for problem in await self.ways.measure_to(client, others):
-                logger.warning("%s", problem)
+            await self.ways.measure_to(client, others)
         except BaseException:  # also where the caller has given up
             await self.remove(node)
             raise

@@ -25,16 +25,15 @@ from banaserve.kvstore.peers.options import PeerOptions
 from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.nodes.link import NodeLink
 from banaserve.nodes.messages import (
+    Done,
     FreePort,
     JoinSession,
-    NodePrepared,
     NodeRefused,
     NodeStore,
     PortFound,
     PrepareNode,
     SessionOpened,
     SetStorePeers,
-    StorePeersSet,
     StoreRestarted,
 )
 from banaserve.nodes.model_check import check_model
@@ -95,13 +94,13 @@ class NodeSession:
                     except (BanaServeError, OSError) as error:
                         await self._link.send(NodeRefused(str(error)))
                         raise
-                    await self._link.send(NodePrepared())
+                    await self._link.send(Done())
                 case FreePort():
                     await self._link.send(PortFound(_free_port(self._host)))
                 case SetStorePeers(peers):
                     if self._store is not None:
                         await self._store.set_peers(peers)
-                    await self._link.send(StorePeersSet())
+                    await self._link.send(Done())
                 case _:
                     await self._link.send(NodeRefused(f"a {type(said).__name__} belongs elsewhere"))
                     return

@@ -22,10 +22,9 @@ from banaserve.nodes import link as links
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import connect
 from banaserve.nodes.measuring.survey import HERE, survey_nodes
-from banaserve.nodes.messages import Inspect, JoinSession, LinkMeasured, SessionOpened
+from banaserve.nodes.messages import Inspect, JoinSession, LinkMeasured, SessionOpened, own_version
 from banaserve.nodes.model_check import model_digest
 from banaserve.nodes.places import AgentPlace, GivenPlaces
-from banaserve.nodes.versions import own_version
 from node_doubles import KEY, Front, Scripts, launcher_of, opened, patched, start_node
 from waiting import until
 

@@ -15,10 +15,10 @@ import pytest
 from banaserve.base.errors import MigrationError, UserError
 from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.daemon.options import StoreOptions
+from banaserve.nodes import agent
 from banaserve.nodes import session as sessions
 from banaserve.nodes.assignment import InstanceNeed
 from banaserve.nodes.launcher import NodesLauncher
-from banaserve.nodes.measuring import inspection
 from node_doubles import Front, Node, Scripts, launcher_of, opened, patched, start_node
 from peer_store import FINGERPRINT, SLOT_BYTES, PeerStore, chain
 from waiting import eventually, until
@@ -189,7 +189,7 @@ def test_what_cannot_join_is_refused_in_one_line(
             await refused(launcher, again, rf"^node {again} is one of this server's already$")
             await refused(launcher, used.address, r"is used by another server, another server$")
             with monkeypatch.context() as patch:
-                patch.setattr(inspection, "own_version", lambda: "banaserve 0.0, vLLM 0.1")
+                patch.setattr(agent, "own_version", lambda: "banaserve 0.0, vLLM 0.1")
                 words = r"^node .* has banaserve 0.0, vLLM 0.1, this server banaserve .*: install"
                 await refused(launcher, other.address, words)
             work = launcher.pool.work

@@ -25,9 +25,9 @@ from banaserve.nodes.messages import (
     ChannelClosed,
     ChannelOpened,
     Data,
+    Done,
     FreePort,
     LogWritten,
-    NodePrepared,
     NodeRefused,
     PortFound,
     PrepareNode,
@@ -227,7 +227,7 @@ def test_a_node_that_prepares_may_be_silent_for_longer(monkeypatch: pytest.Monke
         await link.send(SessionOpened("1", "/tmp", (), 0, 1))
         await link.receive()
         await stand_still(link, 0.6)
-        await link.send(NodePrepared())
+        await link.send(Done())
         await until_gone(link)
 
     async def run() -> None:

@@ -19,10 +19,9 @@ from banaserve.nodes.assignment import InstanceNeed
 from banaserve.nodes.by_ray.places import RayPlaces
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.measuring.survey import LinkReport, NodeReport, survey_nodes
-from banaserve.nodes.messages import Inspect
+from banaserve.nodes.messages import Inspect, own_version
 from banaserve.nodes.model_check import model_digest
 from banaserve.nodes.places import GivenPlaces, Places
-from banaserve.nodes.versions import own_version
 
 
 def examine_nodes(model: str, addresses: list[str], ray: str, key: str) -> Iterator[Finding]:

@@ -6,6 +6,7 @@ and answers each with a line. All agents that it has placed end with it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -20,15 +21,7 @@ from banaserve.base.net.addresses import host_and_port
 from banaserve.base.platform.processes import die_with_parent
 from banaserve.base.types import InstanceId, Role
 from banaserve.nodes.assignment import NodeFacts, assign, no_room, room
-from banaserve.nodes.by_ray.places import (
-    AddAgent,
-    DropAgent,
-    FindAgent,
-    LookForNodes,
-    RayAnswer,
-    RayOrder,
-    RayRequest,
-)
+from banaserve.nodes.by_ray.places import RayAnswer, RayOrder, RayRequest
 from banaserve.nodes.places import AgentPlace
 
 _HELD = ("PENDING", "PREPARED", "CREATED", "RESCHEDULING")
@@ -98,25 +91,24 @@ class RayAgents:
         if not bundles:
             raise UserError(f"--cluster {request.address}: none of its nodes has a CPU to lend")
         self._group = self._granted(bundles)
-        for number, bundle in enumerate(bundles):
-            is_needed = number not in request.dropped
-            self._actors.append(self._actor(self._group, number, bundle) if is_needed else None)
-        first = [self._found(number) for number in range(len(bundles))]
+        self._actors = [
+            None if number in request.dropped else self._actor(self._group, number, bundle)
+            for number, bundle in enumerate(bundles)
+        ]
+        first = [
+            None if actor is None else self.find(number, _AGENT_S)
+            for number, actor in enumerate(self._actors)
+        ]
         return first + [self._placed_again(bundle) for bundle in request.added]
 
     def _placed_again(self, bundle: dict[str, float]) -> AgentPlace | None:
         """Start the agent of a node that has joined; no other node replaces that node."""
         number = len(self._actors)
         self._actors.append(None)
-        if number in self._request.dropped:
-            return None
-        try:
-            return self._start_added(number, bundle)
-        except UserError:
-            return None
-
-    def _found(self, number: int) -> AgentPlace | None:
-        return self.find(number, _AGENT_S) if self._actors[number] is not None else None
+        if number not in self._request.dropped:
+            with contextlib.suppress(UserError):
+                return self._start_added(number, bundle)
+        return None
 
     def _actor(self, group: Any, index: int, bundle: dict[str, float]) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -314,10 +306,9 @@ def main() -> int:
     except UserError as error:
         answer(RayAnswer(problem=str(error)))
         return 1
-    orders: msgspec.json.Decoder[RayOrder] = msgspec.json.Decoder(RayOrder)
     for line in sys.stdin.buffer:
         try:
-            answer(_obeyed(agents, orders.decode(line)))
+            answer(_obeyed(agents, msgspec.json.decode(line, type=RayOrder)))
         except UserError as error:
             if not agents.is_known():
                 return 1
@@ -326,15 +317,15 @@ def main() -> int:
 
 
 def _obeyed(agents: RayAgents, order: RayOrder) -> RayAnswer:
-    match order:
-        case FindAgent(number):
-            return RayAnswer([agents.find(number)])
-        case AddAgent(address):
-            return agents.add(address)
-        case DropAgent(number):
-            agents.drop(number)
+    match order.what:
+        case "find":
+            return RayAnswer([agents.find(order.number)])
+        case "add":
+            return agents.add(order.address)
+        case "drop":
+            agents.drop(order.number)
             return RayAnswer()
-        case LookForNodes():
+        case "look":
             return RayAnswer(gained=agents.gained())
 
 

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -49,29 +50,19 @@ class RayRequest(msgspec.Struct, frozen=True):
     dropped: list[int] = []
 
 
-class FindAgent(msgspec.Struct, frozen=True, tag=True):
-    """Query for the place of the agent with this number."""
+class RayOrder(msgspec.Struct, frozen=True):
+    """Each further line of the driver's input.
 
-    number: int
+    Attributes:
+        what: ``find`` an agent's place; ``add`` an agent; ``drop`` an agent for good; ``look`` for
+            nodes that Ray has gained since the last look.
+        number: Number of the agent to find or drop.
+        address: Address of Ray's node that gets the added agent.
+    """
 
-
-class AddAgent(msgspec.Struct, frozen=True, tag=True):
-    """Order to start one more agent, on Ray's node with this address."""
-
-    address: str
-
-
-class DropAgent(msgspec.Struct, frozen=True, tag=True):
-    """Order to end the agent with this number for good."""
-
-    number: int
-
-
-class LookForNodes(msgspec.Struct, frozen=True, tag=True):
-    """Query for the nodes that Ray has gained since the last query."""
-
-
-RayOrder = FindAgent | AddAgent | DropAgent | LookForNodes
+    what: Literal["find", "add", "drop", "look"]
+    number: int = 0
+    address: str = ""
 
 
 class RayAnswer(msgspec.Struct, frozen=True):
@@ -132,15 +123,16 @@ class RayPlaces:
             if self._driver is None:
                 place = (await self._place())[number]
             else:
-                place = (await self._order(FindAgent(number), _FIND_S)).places[0]
+                place = (await self._ask(RayOrder("find", number), _FIND_S)).places[0]
         if place is None:
             raise UserError("Ray has not started its agent again: the node is not there")
         return place
 
     async def add(self, address: str) -> NumberedPlace:
         async with self._asking:
-            self._check_driver()
-            answer = await self._order(AddAgent(address), _PLACE_S)
+            if self._driver is None:
+                raise UserError(f"--cluster {self._request.address}: Ray is away at present")
+            answer = await self._ask(RayOrder("add", address=address), _PLACE_S)
             (place,) = answer.places
             assert place is not None
             request = self._request
@@ -159,7 +151,7 @@ class RayPlaces:
             self._request = msgspec.structs.replace(request, dropped=dropped)
             if self._driver is not None:
                 try:
-                    await self._order(DropAgent(number), _FIND_S)
+                    await self._ask(RayOrder("drop", number), _FIND_S)
                 except UserError as error:
                     logger.warning("a node that has left: %s", error)
 
@@ -168,17 +160,10 @@ class RayPlaces:
             if self._driver is None:
                 return []
             try:
-                return (await self._order(LookForNodes(), _FIND_S)).gained
+                return (await self._ask(RayOrder("look"), _FIND_S)).gained
             except UserError as error:
                 logger.warning("nodes that Ray gains: %s", error)
                 return []
-
-    def _check_driver(self) -> None:
-        if self._driver is None:
-            raise UserError(f"--cluster {self._request.address}: Ray is away at present")
-
-    async def _order(self, order: RayOrder, timeout_s: float) -> RayAnswer:
-        return await self._ask(msgspec.json.encode(order), timeout_s)
 
     async def _place(self) -> list[AgentPlace | None]:
         """Start a driver and let it place all agents."""
@@ -198,14 +183,14 @@ class RayPlaces:
         finally:
             os.close(log)
         try:
-            answer = await self._ask(msgspec.json.encode(self._request), _PLACE_S)
+            answer = await self._ask(self._request, _PLACE_S)
         except UserError:
             await self.close()  # the driver has placed nothing
             raise
         self._request = msgspec.structs.replace(self._request, bundles=answer.bundles)
         return answer.places
 
-    async def _ask(self, line: bytes, timeout_s: float) -> RayAnswer:
+    async def _ask(self, line: RayRequest | RayOrder, timeout_s: float) -> RayAnswer:
         """Send the driver a line, and return its answer.
 
         Raises:
@@ -216,7 +201,7 @@ class RayPlaces:
         assert driver.stdin is not None
         assert driver.stdout is not None
         try:
-            driver.stdin.write(line + b"\n")
+            driver.stdin.write(msgspec.json.encode(line) + b"\n")
             async with asyncio.timeout(timeout_s):
                 said = await driver.stdout.readline()
         except (TimeoutError, OSError):
