@@ -33,7 +33,8 @@ from banaserve.base.net.tls_listener import TlsListener
 from banaserve.engine.compat import server
 from banaserve.engine.compat.config import ModelConfig
 from banaserve.frontdoor.bodies.bounds import RequestBounds
-from banaserve.frontdoor.bodies.guard import BodyGuard, ChecksGrammars
+from banaserve.frontdoor.bodies.grammar_checker import GrammarChecker
+from banaserve.frontdoor.bodies.guard import BodyGuard
 from banaserve.frontdoor.bodies.parsed_route import take_parsed_bodies
 from banaserve.frontdoor.edge.edge import Edge
 from banaserve.frontdoor.edge.http_protocol import HttpProtocol
@@ -78,7 +79,7 @@ async def make_app(
     cluster: Cluster,
     metrics: MetricsPage,
     options: ApiServerOptions,
-    grammars: ChecksGrammars | None,
+    grammars: GrammarChecker | None,
 ) -> ASGIApp:
     """Return vLLM's application with all its endpoints, preceded by our own."""
     args.api_key = None  # KeyMiddleware guards more paths and knows tenants
@@ -95,7 +96,7 @@ async def make_app(
     return CallTimes(guarded(app, options, grammars), client.tracer)
 
 
-def guarded(app: ASGIApp, options: ApiServerOptions, grammars: ChecksGrammars | None) -> ASGIApp:
+def guarded(app: ASGIApp, options: ApiServerOptions, grammars: GrammarChecker | None) -> ASGIApp:
     """Return ``app`` behind every middleware that may refuse a request."""
     held_bytes = max(_MAX_HELD_BYTES, options.max_body_bytes)
     looked_at = BodyGuard(app, options.bounds, grammars)

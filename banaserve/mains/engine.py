@@ -35,8 +35,7 @@ def run_engine_core(config: VllmConfig, instance_id: str, handshake_address: str
     os.environ[INSTANCE_VARIABLE] = f"{instance_id}.{os.getpid()}"
     processes.show_life()
     _keep_files_in(Path(handshake_address.removeprefix("ipc://")).parent)
-    compat.install_budget_utility()
-    compat.install_notes_utility()
+    compat.install_utilities()
     compat.install_prompt_ending()
     compat.install_continuation()
     install_backends()

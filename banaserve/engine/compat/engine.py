@@ -316,9 +316,10 @@ def add_utility(name: str, utility: Callable[..., Any]) -> None:
     setattr(EngineCore, name, utility)
 
 
-def install_budget_utility() -> None:
-    """Make engine cores of this process accept another budget between two steps."""
+def install_utilities() -> None:
+    """Make engine cores of this process accept another budget, and return notes of requests."""
     add_utility(CoreApi.banaserve_set_budget.__name__, _set_budget)
+    add_utility(CoreApi.banaserve_notes.__name__, _notes)
 
 
 def on_wake(woke: Callable[[], None]) -> None:
@@ -356,11 +357,6 @@ def _set_budget(core: EngineCore, num_tokens: int, num_requests: int) -> Budget:
     if (connector := _store_connector(core)) is not None:
         connector.limit_steps(scheduler.max_num_scheduled_tokens)
     return Budget(scheduler.max_num_scheduled_tokens, scheduler.max_num_active_reqs)
-
-
-def install_notes_utility() -> None:
-    """Make engine cores of this process return their connector's notes of requests."""
-    add_utility(CoreApi.banaserve_notes.__name__, _notes)
 
 
 @implements(CoreApi.banaserve_notes)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from starlette.datastructures import Headers
@@ -22,6 +21,7 @@ from banaserve.frontdoor.bodies.bounds import (
     read_outline,
     validation_s,
 )
+from banaserve.frontdoor.bodies.grammar_checker import GrammarChecker
 from banaserve.frontdoor.bodies.grammars import GrammarSpec, grammars_of
 from banaserve.frontdoor.bodies.pace import ValidationPace
 from banaserve.frontdoor.bodies.shape import measure
@@ -37,18 +37,6 @@ _MAX_HELD_OBJECT_BYTES = 2**30
 _NOT_JSON = ("multipart/", "application/x-www-form-urlencoded", "application/octet-stream")
 
 
-class ChecksGrammars(Protocol):
-    """Checker that tries grammars before an engine has to compile them."""
-
-    async def check(self, specs: Sequence[GrammarSpec]) -> None:
-        """Return if each grammar compiles, or is wrong in a way that vLLM itself reports.
-
-        Raises:
-            BodyRefusedError: A grammar takes too long or too much memory.
-        """
-        ...
-
-
 class BodyGuard:
     """Middleware that refuses bodies of too many objects and grammars too costly to compile.
 
@@ -62,7 +50,7 @@ class BodyGuard:
         self,
         app: ASGIApp,
         bounds: RequestBounds,
-        grammars: ChecksGrammars | None,
+        grammars: GrammarChecker | None,
         max_held_object_bytes: int = _MAX_HELD_OBJECT_BYTES,
         pace: ValidationPace | None = None,
     ) -> None:
