@@ -35,8 +35,8 @@ class RayRequest(msgspec.Struct, frozen=True):
         name: Name of the server, for Ray's tables.
         instances: Ids and role values of instances; empty for an agent on every node with a CPU.
         need: Resources that each instance needs.
-        bundles: Resources of each agent placed before; empty lets the driver plan them.
-        added: Resources of the agents of nodes that joined later, numbered after ``bundles``.
+        bundles: Resources of each agent placed before, those of nodes that joined later at the end;
+            empty lets the driver plan them.
         dropped: Numbers of agents that are no longer needed.
     """
 
@@ -46,7 +46,6 @@ class RayRequest(msgspec.Struct, frozen=True):
     instances: list[tuple[str, str]]
     need: InstanceNeed
     bundles: list[dict[str, float]] = []
-    added: list[dict[str, float]] = []
     dropped: list[int] = []
 
 
@@ -72,14 +71,14 @@ class RayAnswer(msgspec.Struct, frozen=True):
         places: Places of all agents, in the order of their numbers, or of the one agent of the
             order; None for an agent that is no longer needed, or whose node is not there.
         bundles: Resources with which agents were placed; empty if an agent reuses a dropped lease.
-        number: Number of the dropped agent whose lease is reused; -1 if there is none.
+        number: Number of the agent that was added.
         gained: Addresses of nodes that Ray has gained.
         problem: Reason why the order failed; empty if it succeeded.
     """
 
     places: list[AgentPlace | None] = []
     bundles: list[dict[str, float]] = []
-    number: int = -1
+    number: int = 0
     gained: list[str] = []
     problem: str = ""
 
@@ -136,13 +135,10 @@ class RayPlaces:
             (place,) = answer.places
             assert place is not None
             request = self._request
-            if answer.number >= 0:
-                dropped = [number for number in request.dropped if number != answer.number]
-                self._request = msgspec.structs.replace(request, dropped=dropped)
-                return NumberedPlace(answer.number, place)
-            added = [*request.added, *answer.bundles]
-            self._request = msgspec.structs.replace(request, added=added)
-            return NumberedPlace(len(request.bundles) + len(request.added), place)
+            dropped = [number for number in request.dropped if number != answer.number]
+            bundles = [*request.bundles, *answer.bundles]
+            self._request = msgspec.structs.replace(request, bundles=bundles, dropped=dropped)
+            return NumberedPlace(answer.number, place)
 
     async def drop(self, number: int) -> None:
         async with self._asking:

@@ -27,7 +27,7 @@ from banaserve.engine.connector.scheduler_side.step_ahead import StepAhead
 from banaserve.engine.connector.states import block_ends, state_keys
 from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.gate.cost_gate import CostGate, Verdict
-from banaserve.kvstore.gate.prefix_cut import FetchWork, HeldPrefix, StepBeside
+from banaserve.kvstore.gate.prefix_cut import FetchWork, HeldPrefix
 from banaserve.kvstore.leases import Exchanged, Lookup
 from banaserve.kvstore.wire import MAX_KEYS
 
@@ -62,24 +62,21 @@ class _Planned:
 
 
 class EngineCostGate:
-    """Cost gate of one engine: decides for requests, and learns from the steps that have run.
+    """Cost gate of one engine, which learns from the steps that have run.
 
     Args:
-        gate: Cost gate that holds the predictors.
         block_size: Tokens per block.
         stats: Counters of decisions, predictions and outcomes.
+
+    Attributes:
+        costs: Cost gate that holds the predictors, and decides for requests.
     """
 
-    def __init__(self, gate: CostGate, block_size: int, stats: ConnectorCounters) -> None:
-        self._gate = gate
+    def __init__(self, costs: CostGate, block_size: int, stats: ConnectorCounters) -> None:
+        self.costs = costs
         self._block_size = block_size
         self._stats = stats
         self._planned: dict[int, _Planned] = {}
-
-    @property
-    def fetches_always(self) -> bool:
-        """True if blocks are fetched whatever the cost (``--kv-store-fetch always``)."""
-        return not self._gate.enabled
 
     def block_budget_s(self, first_block: int, num_tokens: int) -> float:
         """Return the seconds to compute one block of the prompt, for the tiers; 0 if unknown."""
@@ -87,21 +84,9 @@ class EngineCostGate:
         num_blocks = -(-(num_tokens - num_before) // self._block_size)
         if num_blocks <= 0:
             return 0.0
-        return self._gate.block_budget_s(
+        return self.costs.block_budget_s(
             num_blocks, FetchWork.of(num_tokens - num_before, num_before)
         )
-
-    def decide(
-        self, prefix: HeldPrefix, beside: StepBeside, *, handed_over: bool = False
-    ) -> Verdict:
-        """Decide how many blocks of ``prefix`` to fetch.
-
-        Args:
-            prefix: Blocks of the request that are in the pool.
-            beside: The step that the request joins, without the request itself.
-            handed_over: True if another instance computed the blocks for this one to fetch.
-        """
-        return self._gate.decide(prefix, beside, handed_over=handed_over)
 
     def count(self, verdict: Verdict, num_found: int) -> None:
         """Count a scheduled request by its verdict on the ``num_found`` blocks in the store."""
@@ -123,8 +108,8 @@ class EngineCostGate:
             work += FetchWork.of(num_tokens, num_before)
         if not work.tokens:
             return
-        compute_s = self._gate.compute.predict_pass(work)
-        fetch_s = self._gate.fetch.predict(num_loads) if num_loads else None
+        compute_s = self.costs.compute.predict_pass(work)
+        fetch_s = self.costs.fetch.predict(num_loads) if num_loads else None
         self._planned[step] = _Planned(work, compute_s, fetch_s)
         while len(self._planned) > _KEPT_STEPS:
             del self._planned[next(iter(self._planned))]
@@ -135,14 +120,14 @@ class EngineCostGate:
         if planned is None:
             return
         if done.compute_s is not None:
-            taught = self._gate.compute.observe(planned.work, done.compute_s)
+            taught = self.costs.compute.observe(planned.work, done.compute_s)
             if taught and planned.compute_s is not None:
                 self._stats.add(
                     predicted_compute_seconds=planned.compute_s,
                     measured_compute_seconds=done.compute_s,
                 )
         if done.fetched_blocks:
-            self._gate.fetch.observe(done.fetched_blocks, done.fetch_s)
+            self.costs.fetch.observe(done.fetched_blocks, done.fetch_s)
             if planned.fetch_s is not None:
                 self._stats.add(
                     predicted_fetch_seconds=planned.fetch_s, measured_fetch_seconds=done.fetch_s
@@ -280,7 +265,7 @@ class PrefixMatcher:
             self._client.release(held)
         tracked.lease, tracked.hits, tracked.first_hit = answer.lease, list(answer.slots), first
         pending_s = block_s * (len(answer.slots) - answer.num_ready)
-        if self._gate.fetches_always:
+        if not self._gate.costs.enabled:  # all is fetched, whatever the cost
             pending_s = LONGEST_WAIT_S
         tracked.promotion = PendingPromotion(
             answer.slots, answer.num_ready, now_s, answer.wait_s, pending_s
@@ -411,7 +396,7 @@ class PrefixMatcher:
             num_after,
             is_whole=bool(self._num_states),
         )
-        verdict = self._gate.decide(prefix, self._ahead.beside(), handed_over=tracked.is_owed)
+        verdict = self._gate.costs.decide(prefix, self._ahead.beside(), handed_over=tracked.is_owed)
         self._notes.note(
             tracked.request.request_id,
             GateDecided(
