@@ -15,10 +15,10 @@ import pytest
 from banaserve.base.errors import MigrationError, UserError
 from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.daemon.options import StoreOptions
-from banaserve.nodes import agent
-from banaserve.nodes import session as sessions
-from banaserve.nodes.assignment import InstanceNeed
-from banaserve.nodes.launcher import NodesLauncher
+from banaserve.nodes.agent import agent
+from banaserve.nodes.agent import session as sessions
+from banaserve.nodes.server.assignment import InstanceNeed
+from banaserve.nodes.server.launcher import NodesLauncher
 from node_doubles import Front, Node, Scripts, launcher_of, opened, patched, start_node
 from peer_store import FINGERPRINT, SLOT_BYTES, PeerStore, chain
 from waiting import eventually, until
@@ -195,7 +195,9 @@ def test_what_cannot_join_is_refused_in_one_line(
             work = launcher.pool.work
             launcher.pool.work = replace(work, vllm_argv=("--model", str(model)))
             with monkeypatch.context() as patch:
-                patch.setattr("banaserve.nodes.pool.model_digest", lambda _: "of other files")
+                patch.setattr(
+                    "banaserve.nodes.server.pool.model_digest", lambda _: "of other files"
+                )
                 words = r"^node .*: .*/model: this node's files are not those of the server"
                 await refused(launcher, other.address, words)
             launcher.pool.work = replace(work, need=InstanceNeed(memory_bytes=1 << 60))

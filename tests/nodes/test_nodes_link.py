@@ -14,9 +14,7 @@ import pytest
 
 from banaserve.base.errors import ProtocolError, UserError
 from banaserve.base.net.framing import MessageReader
-from banaserve.nodes import client as clients
 from banaserve.nodes import link as links
-from banaserve.nodes.client import NodeClient
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import NodeLink, NodeLostError, accepted, connect
 from banaserve.nodes.messages import (
@@ -35,6 +33,8 @@ from banaserve.nodes.messages import (
 )
 from banaserve.nodes.places import AgentPlace
 from banaserve.nodes.relay import Relay
+from banaserve.nodes.server import client as clients
+from banaserve.nodes.server.client import NodeClient
 from waiting import until
 
 OVERHEAD_BYTES = len(msgspec.msgpack.encode(Data(7, bytes(1 << 19)))) - (1 << 19)

@@ -21,9 +21,9 @@ from banaserve.base.errors import UserError
 from banaserve.base.net.addresses import host_and_port
 from banaserve.base.platform.processes import die_with_parent
 from banaserve.base.types import InstanceId, Role
-from banaserve.nodes.assignment import NodeFacts, assign, no_room, room
 from banaserve.nodes.by_ray.places import RayAnswer, RayOrder, RayRequest
 from banaserve.nodes.places import AgentPlace
+from banaserve.nodes.server.assignment import NodeFacts, assign, no_room, room
 
 _HELD = ("PENDING", "PREPARED", "CREATED", "RESCHEDULING")
 _GROUP_S = 60.0

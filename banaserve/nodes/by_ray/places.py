@@ -15,8 +15,8 @@ import msgspec
 
 from banaserve.base.errors import UserError
 from banaserve.base.types import InstanceId, Role
-from banaserve.nodes.assignment import InstanceNeed
 from banaserve.nodes.places import AgentPlace, NumberedPlace
+from banaserve.nodes.server.assignment import InstanceNeed
 
 logger = logging.getLogger(__name__)
 # Longer than the driver's own timeouts, and than Ray's processes wait for a lost head: a timeout

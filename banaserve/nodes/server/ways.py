@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from banaserve.base.types import Distance
-from banaserve.nodes.client import NodeClient
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.measuring.survey import measured_from
+from banaserve.nodes.server.client import NodeClient
 from banaserve.serving.monitoring import metrics
 
 logger = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ from banaserve.base.errors import BanaServeError, ProtocolError, UserError
 from banaserve.base.net.addresses import written
 from banaserve.base.platform.linux import available_memory_bytes, visible_gpus
 from banaserve.base.run_dir import RunDir
+from banaserve.nodes.agent.session import NodeSession
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import CONNECT_S, NodeLink, NodeLostError, accepted
 from banaserve.nodes.measuring.link_measuring import echo, measure_link
@@ -32,7 +33,6 @@ from banaserve.nodes.messages import (
     own_version,
 )
 from banaserve.nodes.model_check import check_model
-from banaserve.nodes.session import NodeSession
 
 logger = logging.getLogger(__name__)
 

@@ -16,14 +16,14 @@ from banaserve.base.types import Distance
 from banaserve.contracts.instances import NodeStatus
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.migration.rpc.messages import GuestAddress
-from banaserve.nodes import shim
-from banaserve.nodes.assignment import room
-from banaserve.nodes.client import NodeClient
+from banaserve.nodes.agent.remote_process import SOCKET_NAMES
 from banaserve.nodes.link import NodeLostError
 from banaserve.nodes.messages import JoinSession, SessionOpened
 from banaserve.nodes.places import Places
-from banaserve.nodes.pool import NodePool, NodeWork, OnPeers, PoolNode
-from banaserve.nodes.remote_process import SOCKET_NAMES
+from banaserve.nodes.server import shim
+from banaserve.nodes.server.assignment import room
+from banaserve.nodes.server.client import NodeClient
+from banaserve.nodes.server.pool import NodePool, NodeWork, OnPeers, PoolNode
 from banaserve.serving.launch.launcher import GuestPlace, Launcher
 from banaserve.transport.registry import SHARED_MEMORY, TCP
 

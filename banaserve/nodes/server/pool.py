@@ -17,7 +17,13 @@ from banaserve.base.types import InstanceId, Role
 from banaserve.contracts.environment import GRAPHS_VARIABLE
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.peers.options import PeerOptions
-from banaserve.nodes.assignment import (
+from banaserve.nodes.credentials import ClusterCredentials
+from banaserve.nodes.link import NodeLostError
+from banaserve.nodes.measuring.survey import inspected
+from banaserve.nodes.messages import Inspect, NodeStore, PrepareNode, own_version
+from banaserve.nodes.model_check import model_digest
+from banaserve.nodes.places import AgentPlace, NumberedPlace, Places
+from banaserve.nodes.server.assignment import (
     InstanceNeed,
     NodeAssignment,
     NodeFacts,
@@ -25,14 +31,8 @@ from banaserve.nodes.assignment import (
     no_room,
     room,
 )
-from banaserve.nodes.client import RETRY_S, NodeClient
-from banaserve.nodes.credentials import ClusterCredentials
-from banaserve.nodes.link import NodeLostError
-from banaserve.nodes.measuring.survey import inspected
-from banaserve.nodes.measuring.ways import NodeWays
-from banaserve.nodes.messages import Inspect, NodeStore, PrepareNode, own_version
-from banaserve.nodes.model_check import model_digest
-from banaserve.nodes.places import AgentPlace, NumberedPlace, Places
+from banaserve.nodes.server.client import RETRY_S, NodeClient
+from banaserve.nodes.server.ways import NodeWays
 from banaserve.serving.monitoring import metrics
 
 logger = logging.getLogger(__name__)
