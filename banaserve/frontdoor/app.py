@@ -34,15 +34,13 @@ from banaserve.engine.compat import server
 from banaserve.engine.compat.config import ModelConfig
 from banaserve.frontdoor.bodies.bounds import RequestBounds
 from banaserve.frontdoor.bodies.grammar_checker import GrammarChecker
-from banaserve.frontdoor.bodies.guard import BodyGuard
-from banaserve.frontdoor.bodies.parsed_route import take_parsed_bodies
+from banaserve.frontdoor.bodies.guard import BodyGuard, take_parsed_bodies
 from banaserve.frontdoor.edge.edge import Edge
 from banaserve.frontdoor.edge.http_protocol import HttpProtocol
 from banaserve.frontdoor.edge.limits import EdgeLimits
-from banaserve.frontdoor.edge.refusals import note
+from banaserve.frontdoor.edge.refusals import answer_engines_died, error_response, note
 from banaserve.frontdoor.edge.websocket_limit import WebSocketLimit
 from banaserve.frontdoor.edge.websocket_protocol import WebSocketProtocol
-from banaserve.frontdoor.error_answers import answer_engines_died, error_response
 from banaserve.frontdoor.lifecycle.closing import LastAnswers
 from banaserve.frontdoor.metrics import MetricsPage
 from banaserve.frontdoor.middleware.admission import BodyLimit, ConcurrencyLimit

@@ -23,7 +23,7 @@ from banaserve.frontdoor.admin.control import Control, control_routes
 from banaserve.frontdoor.admin.live import LivePage, live_routes
 from banaserve.frontdoor.admin.operations import operation_routes
 from banaserve.frontdoor.admin.traces import Traces, trace_routes
-from banaserve.frontdoor.edge.authenticated import mark_authenticated
+from banaserve.frontdoor.edge.place import mark_authenticated
 from banaserve.frontdoor.edge.refusals import refuse
 from banaserve.frontdoor.middleware.admission import BodyLimit
 from banaserve.serving.moves.coordinator import Coordinator

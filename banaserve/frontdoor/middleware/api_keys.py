@@ -21,7 +21,7 @@ from banaserve.base.access.tenants import (
     is_tenant_name,
     tenant_terms,
 )
-from banaserve.frontdoor.edge.authenticated import mark_authenticated
+from banaserve.frontdoor.edge.place import mark_authenticated
 from banaserve.frontdoor.edge.refusals import note, refuse
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version", "/metrics"})
