@@ -15,9 +15,9 @@ import msgspec
 
 from banaserve.base.config import ServeConfig
 from banaserve.base.errors import UserError
-from banaserve.engine.compat import server as compat
 from banaserve.engine.compat.config import UsageContext, VllmConfig, is_on_cpu
-from banaserve.engine.compat.server import AsyncEngineArgs
+from banaserve.engine.compat.front import server as compat
+from banaserve.engine.compat.front.server import AsyncEngineArgs
 from banaserve.engine.cuda_graphs import break_at_attention
 
 T = TypeVar("T")

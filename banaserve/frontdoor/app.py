@@ -30,8 +30,8 @@ from banaserve.base.net.loop_watch import LoopWatch
 from banaserve.base.net.stall_witness import StallWitness
 from banaserve.base.net.tls import Certificates, ServerTls
 from banaserve.base.net.tls_listener import TlsListener
-from banaserve.engine.compat import server
 from banaserve.engine.compat.config import ModelConfig
+from banaserve.engine.compat.front import server
 from banaserve.frontdoor.bodies.bounds import RequestBounds
 from banaserve.frontdoor.bodies.grammar_checker import GrammarChecker
 from banaserve.frontdoor.bodies.guard import BodyGuard, take_parsed_bodies

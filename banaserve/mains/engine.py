@@ -11,7 +11,6 @@ from banaserve.base.platform import processes
 from banaserve.contracts.environment import INSTANCE_VARIABLE
 from banaserve.engine.compat import engine as compat
 from banaserve.engine.compat.config import VllmConfig, is_on_cpu
-from banaserve.engine.compat.grammars import install_backends
 from banaserve.engine.compat.scheduler import install_states
 from banaserve.engine.engine_args import engine_config, parse_vllm_argv
 from banaserve.engine.runner_setup import prepare_runners
@@ -38,7 +37,7 @@ def run_engine_core(config: VllmConfig, instance_id: str, handshake_address: str
     compat.install_utilities()
     compat.install_prompt_ending()
     compat.install_continuation()
-    install_backends()
+    compat.install_backends()
     install_states()
     runner_class = prepare_runners(config)
     if is_on_cpu():

@@ -36,9 +36,9 @@ from banaserve.base.types import (
     Role,
 )
 from banaserve.engine.compat import engine as compat
-from banaserve.engine.compat.clients import connect
 from banaserve.engine.compat.config import VllmConfig, kv_token_bytes
 from banaserve.engine.compat.engine_errors import last_error_in
+from banaserve.engine.compat.front.clients import connect
 from banaserve.orchestrator.control.cluster_view import with_guests
 from banaserve.orchestrator.control.rebalancing import Stream
 from banaserve.serving.launch.budgets import Budgets

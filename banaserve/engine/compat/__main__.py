@@ -126,7 +126,7 @@ def missing_modules(folder: Path) -> Iterator[str]:
 
     mypy would take such a module from the installed vLLM. Imports in a ``try`` have an alternative.
     """
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         tree = ast.parse(path.read_text())
         tried = {
             id(one)

@@ -43,8 +43,8 @@ from banaserve.kvstore.client.leftovers import still_held
 from banaserve.kvstore.gate.cost_gate import CostGate
 
 if TYPE_CHECKING:
-    from banaserve.engine.compat.attention import ForwardContext
     from banaserve.engine.compat.kv_cache import KVCacheBlocks, KVCacheConfig
+    from banaserve.engine.compat.runner.attention import ForwardContext
     from banaserve.engine.compat.scheduler import Request, SchedulerOutput
 
 logger = logging.getLogger(__name__)

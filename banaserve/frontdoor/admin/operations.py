@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
+from types import UnionType
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,7 +25,7 @@ def operation_routes(
     plural: str,
     noun: str,
     operations: Operations[Any],
-    kind: type[A],
+    kind: type[A] | UnionType,
     begin: Callable[[A], Awaitable[OperationState]],
 ) -> list[Route]:
     """Return routes: ``GET``, ``POST /admin/PLURAL`` and ``GET``, ``DELETE /admin/PLURAL/ID``.

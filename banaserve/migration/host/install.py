@@ -8,11 +8,11 @@ from typing import Any, cast
 from banaserve.base.errors import MigrationError
 from banaserve.contracts.rpc.engine_api import CoreApi, PoolResize, PoolStatus
 from banaserve.contracts.rpc.typed_rpc import implements
-from banaserve.engine.compat import model as compat
 from banaserve.engine.compat import runner_hooks
 from banaserve.engine.compat.config import VllmConfig
 from banaserve.engine.compat.engine import EngineCore, add_utility
 from banaserve.engine.compat.kv_connector import get_kv_transfer_group
+from banaserve.engine.compat.runner import model as compat
 from banaserve.engine.connector.worker_side.block_copy import BlockCopier
 from banaserve.engine.migration_settings import MigrationSettings, settings_of
 from banaserve.migration import checks

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from banaserve.base.errors import GuestLostError
-from banaserve.engine.compat.attention import CommonAttentionMetadata
+from banaserve.engine.compat.runner.attention import CommonAttentionMetadata
 from banaserve.engine.compat.runner_hooks import set_implementation
 from banaserve.kernels.interface import Batch, PartialAttention
 from banaserve.kernels.registry import pick

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from banaserve.base.errors import GuestLostError
-from banaserve.engine.compat.attention import some_heads
 from banaserve.engine.compat.config import VllmConfig
+from banaserve.engine.compat.runner.attention import some_heads
 from banaserve.engine.compat.runner_hooks import set_implementation
 from banaserve.kernels.interface import Heads
 from banaserve.migration.kv.host_kv import spans

@@ -12,8 +12,8 @@ from banaserve.base.errors import ProtocolError
 from banaserve.base.types import Module
 from banaserve.contracts.migration_api import MoveHeads, Return
 from banaserve.contracts.move_phase import ModelGeometry
-from banaserve.engine.compat.attention import CommonAttentionMetadata
 from banaserve.engine.compat.config import VllmConfig
+from banaserve.engine.compat.runner.attention import CommonAttentionMetadata
 from banaserve.migration import checks
 from banaserve.migration.kv.step_context import StepContext, common_from
 from banaserve.migration.modules.head_attention import HeadAttention, head_attention
