@@ -40,9 +40,9 @@ from benchmarks.script import run_script
 
 _FACTORS = (0.2, 0.4, 0.6, 0.8, 1.25, 2.0, 4.0)
 """Bandwidths as multiples of the predicted break-even."""
-_WAYS: dict[str, dict[str, str]] = {
+_WAYS: dict[str, dict[str, Any]] = {
     "pipelined": {},
-    "serial": {"arrangement": "serial"},
+    "serial": {"is_serial": True},
     "computed": {"way": "compute"},
     "cut": {"way": "cut"},
 }

@@ -21,7 +21,7 @@ from banaserve.cli.terminal.console import timed
 from banaserve.cli.terminal.quiet import quiet
 
 if TYPE_CHECKING:
-    from banaserve.nodes.agent import NodeAgent
+    from banaserve.nodes.agent.agent import NodeAgent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ def node(asked: AgentOptions) -> None:
 
     Anyone who knows the key can run code on this machine, as on the server's own.
     """
-    from banaserve.nodes.agent import NodeAgent
+    from banaserve.nodes.agent.agent import NodeAgent
     from banaserve.nodes.credentials import ClusterCredentials
 
     if asked.die_with:

@@ -242,8 +242,8 @@ class GateDecided(msgspec.Struct, frozen=True, tag=True):
     step_s: float | None
 
 
-class StepsPlanned(msgspec.Struct, frozen=True, tag=True):
-    """Engine steps in sequence in which the request took part.
+class StepsPlanned(msgspec.Struct, tag=True):
+    """Engine steps in sequence in which the request took part; grows while they are planned.
 
     Attributes:
         phase: ``prompt`` or ``decode``.
@@ -258,12 +258,12 @@ class StepsPlanned(msgspec.Struct, frozen=True, tag=True):
     phase: str
     first_step: int
     last_step: int
-    num_steps: int
-    num_tokens: int
-    took_s: float
-    longest_gap_s: float
-    fetched_blocks: int
-    saved_blocks: int
+    num_steps: int = 0
+    num_tokens: int = 0
+    took_s: float = 0.0
+    longest_gap_s: float = 0.0
+    fetched_blocks: int = 0
+    saved_blocks: int = 0
 
 
 class CopiesEnded(msgspec.Struct, frozen=True, tag=True):

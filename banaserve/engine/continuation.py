@@ -9,16 +9,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 KEY = "banaserve_output"
 """Key of the output in ``extra_args``; a request whose client sets it is rejected."""
-
-
-class HasExtraArgs(Protocol):
-    """The part of vLLM's sampling parameters that is read here."""
-
-    extra_args: dict[str, Any] | None
 
 
 def with_output(extra_args: Mapping[str, Any] | None, tokens: Sequence[int]) -> dict[str, Any]:
@@ -26,8 +20,8 @@ def with_output(extra_args: Mapping[str, Any] | None, tokens: Sequence[int]) -> 
     return {**(extra_args or {}), KEY: list(tokens)}
 
 
-def output_of(params: HasExtraArgs | None) -> Sequence[int]:
-    """Return the output so far of a request; empty if the request is new."""
+def output_of(params: Any) -> Sequence[int]:
+    """Return the output so far in a request's sampling parameters; empty if the request is new."""
     found: Sequence[int] = ((params and params.extra_args) or {}).get(KEY, ())
     return found
 

@@ -15,9 +15,9 @@ import msgspec
 
 from banaserve.base.config import ServeConfig
 from banaserve.base.errors import UserError
-from banaserve.engine.compat import server as compat
 from banaserve.engine.compat.config import UsageContext, VllmConfig, is_on_cpu
-from banaserve.engine.compat.server import AsyncEngineArgs
+from banaserve.engine.compat.front import server as compat
+from banaserve.engine.compat.front.server import AsyncEngineArgs
 from banaserve.engine.cuda_graphs import break_at_attention
 
 T = TypeVar("T")
@@ -235,25 +235,21 @@ def preble_options() -> list[str]:
     return ["--scheduler-cls", "banaserve.engine.preble_scheduler.PrebleScheduler"]
 
 
-def _is_set(value: Any) -> bool:
-    return bool(value)
-
-
 def _is_many(value: Any) -> bool:
     return value is not None and value > 1
 
 
 _TAKEN: Sequence[tuple[str, Callable[[Any], bool], str]] = (
-    ("--api-key", _is_set, f"{_BEFORE}, and guards every path"),
-    ("--uds", _is_set, _ONE_SERVER),
-    ("--grpc", _is_set, _ONE_SERVER),
-    ("--headless", _is_set, _ONE_SERVER),
+    ("--api-key", bool, f"{_BEFORE}, and guards every path"),
+    ("--uds", bool, _ONE_SERVER),
+    ("--grpc", bool, _ONE_SERVER),
+    ("--headless", bool, _ONE_SERVER),
     ("--api-server-count", _is_many, _ONE_SERVER),
     ("--data-parallel-size", _is_many, _ONE_ENGINE),
     ("--nnodes", _is_many, "all engines run on this machine"),
     (
         "--mm-processor-cache-gb",
-        _is_set,
+        bool,
         "it takes all engines for one, so requests would lack their images: leave it out",
     ),
 )

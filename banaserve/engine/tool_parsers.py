@@ -5,8 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import dataclass
 
-from banaserve.engine.compat import tool_parsers as compat
 from banaserve.engine.compat.config import VllmConfig
+from banaserve.engine.compat.front import tool_parsers as compat
 
 OPTIONS = "--enable-auto-tool-choice --tool-call-parser NAME"
 _HARMONY = "gpt_oss"

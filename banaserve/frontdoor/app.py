@@ -30,18 +30,17 @@ from banaserve.base.net.loop_watch import LoopWatch
 from banaserve.base.net.stall_witness import StallWitness
 from banaserve.base.net.tls import Certificates, ServerTls
 from banaserve.base.net.tls_listener import TlsListener
-from banaserve.engine.compat import server
 from banaserve.engine.compat.config import ModelConfig
+from banaserve.engine.compat.front import server
 from banaserve.frontdoor.bodies.bounds import RequestBounds
-from banaserve.frontdoor.bodies.guard import BodyGuard, ChecksGrammars
-from banaserve.frontdoor.bodies.parsed_route import take_parsed_bodies
+from banaserve.frontdoor.bodies.grammar_checker import GrammarChecker
+from banaserve.frontdoor.bodies.guard import BodyGuard, take_parsed_bodies
 from banaserve.frontdoor.edge.edge import Edge
 from banaserve.frontdoor.edge.http_protocol import HttpProtocol
 from banaserve.frontdoor.edge.limits import EdgeLimits
-from banaserve.frontdoor.edge.refusals import note
+from banaserve.frontdoor.edge.refusals import answer_engines_died, error_response, note
 from banaserve.frontdoor.edge.websocket_limit import WebSocketLimit
 from banaserve.frontdoor.edge.websocket_protocol import WebSocketProtocol
-from banaserve.frontdoor.error_answers import answer_engines_died, error_response
 from banaserve.frontdoor.lifecycle.closing import LastAnswers
 from banaserve.frontdoor.metrics import MetricsPage
 from banaserve.frontdoor.middleware.admission import BodyLimit, ConcurrencyLimit
@@ -78,7 +77,7 @@ async def make_app(
     cluster: Cluster,
     metrics: MetricsPage,
     options: ApiServerOptions,
-    grammars: ChecksGrammars | None,
+    grammars: GrammarChecker | None,
 ) -> ASGIApp:
     """Return vLLM's application with all its endpoints, preceded by our own."""
     args.api_key = None  # KeyMiddleware guards more paths and knows tenants
@@ -95,7 +94,7 @@ async def make_app(
     return CallTimes(guarded(app, options, grammars), client.tracer)
 
 
-def guarded(app: ASGIApp, options: ApiServerOptions, grammars: ChecksGrammars | None) -> ASGIApp:
+def guarded(app: ASGIApp, options: ApiServerOptions, grammars: GrammarChecker | None) -> ASGIApp:
     """Return ``app`` behind every middleware that may refuse a request."""
     held_bytes = max(_MAX_HELD_BYTES, options.max_body_bytes)
     looked_at = BodyGuard(app, options.bounds, grammars)

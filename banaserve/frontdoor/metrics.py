@@ -35,22 +35,27 @@ Registries = Sequence[tuple[Mapping[str, str], CollectorRegistry]]
 """Registries of vLLM's series, each with the labels that its series get."""
 
 
-class _Labelled(Collector):
-    """The default registry, and the instances' registries with labels for each."""
+class _Samples(Collector):
+    """The default registry, the registries of instances with their labels, then the store's page.
 
-    def __init__(self, registries: Callable[[], Registries]) -> None:
+    Args:
+        names: Names of the samples to collect; empty for all samples.
+    """
+
+    def __init__(self, registries: Registries, names: Sequence[str], store: str) -> None:
         self._registries = registries
+        self._names = names
+        self._store = store
 
     def collect(self) -> Iterator[Metric]:
-        yield from REGISTRY.collect()
-        yield from _together((labels, one.collect()) for labels, one in self._registries())
+        yield from self._of(REGISTRY)
+        yield from _together((labels, self._of(one)) for labels, one in self._registries)
+        yield from text_string_to_metric_families(self._store)
 
-    def of(self, names: Sequence[str]) -> Iterator[Metric]:
-        """Yield only the samples of these names, without collecting the others."""
-        yield from REGISTRY.restricted_registry(names).collect()
-        yield from _together(
-            (labels, one.restricted_registry(names).collect()) for labels, one in self._registries()
-        )
+    def _of(self, registry: CollectorRegistry) -> Iterable[Metric]:
+        chosen: Any = registry.restricted_registry(self._names) if self._names else registry
+        found: Iterable[Metric] = chosen.collect()
+        return found
 
 
 def _together(
@@ -71,19 +76,6 @@ def _together(
 
 def _with(sample: Any, labels: Mapping[str, str]) -> Any:
     return sample._replace(labels={**sample.labels, **labels})
-
-
-class _Chosen(Collector):
-    """All samples of a page, or those of some names; then the store's."""
-
-    def __init__(self, page: _Labelled, names: Sequence[str], store: str) -> None:
-        self._page = page
-        self._names = names
-        self._store = store
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._page.of(self._names) if self._names else self._page.collect()
-        yield from text_string_to_metric_families(self._store)
 
 
 class _Page(NamedTuple):
@@ -143,7 +135,7 @@ class MetricsPage:
         store_stats: Callable[[], StoreStats] | None,
     ) -> None:
         self._store = StoreStatsReader(store_stats) if store_stats is not None else None
-        self._labelled = _Labelled(registries)
+        self._registries = registries
         self._thread = ThreadPoolExecutor(1, "metrics")
         self._pages: SharedCalls[_Page, bytes] = SharedCalls(self._made)
 
@@ -172,7 +164,7 @@ class MetricsPage:
 
     def _written(self, page: _Page, store: str) -> bytes:
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Chosen(self._labelled, page.names, store))
+        registry.register(_Samples(self._registries(), page.names, store))
         # The library's other escaping schemes replace the colon in vLLM's names.
         written: bytes = (
             openmetrics.generate_latest(registry, escaping=openmetrics.ALLOWUTF8)

@@ -11,7 +11,6 @@ from banaserve.base.platform import processes
 from banaserve.contracts.environment import INSTANCE_VARIABLE
 from banaserve.engine.compat import engine as compat
 from banaserve.engine.compat.config import VllmConfig, is_on_cpu
-from banaserve.engine.compat.grammars import install_backends
 from banaserve.engine.compat.scheduler import install_states
 from banaserve.engine.engine_args import engine_config, parse_vllm_argv
 from banaserve.engine.runner_setup import prepare_runners
@@ -35,11 +34,10 @@ def run_engine_core(config: VllmConfig, instance_id: str, handshake_address: str
     os.environ[INSTANCE_VARIABLE] = f"{instance_id}.{os.getpid()}"
     processes.show_life()
     _keep_files_in(Path(handshake_address.removeprefix("ipc://")).parent)
-    compat.install_budget_utility()
-    compat.install_notes_utility()
+    compat.install_utilities()
     compat.install_prompt_ending()
     compat.install_continuation()
-    install_backends()
+    compat.install_backends()
     install_states()
     runner_class = prepare_runners(config)
     if is_on_cpu():

@@ -30,7 +30,7 @@ from banaserve.contracts.rpc.engine_api import WorkerApi
 from banaserve.contracts.rpc.typed_rpc import call
 from banaserve.engine.compat.config import VllmConfig, own_budget
 from banaserve.engine.compat.engine import EngineDeadError
-from banaserve.engine.compat.server import get_span_exporter
+from banaserve.engine.compat.front.server import get_span_exporter
 from banaserve.frontdoor.admin.app import AdminMiddleware
 from banaserve.frontdoor.admin.control import Control
 from banaserve.frontdoor.admin.live import LivePage

@@ -11,8 +11,8 @@ from torch import nn
 from banaserve.base.errors import MigrationError
 from banaserve.contracts.environment import GRAPHS_VARIABLE
 from banaserve.engine.compat.config import CompilationMode, CUDAGraphMode, VllmConfig
-from banaserve.engine.compat.graphs import are_breakable
 from banaserve.engine.compat.kv_cache import FullAttentionSpec
+from banaserve.engine.compat.runner.graphs import are_breakable
 from banaserve.engine.engine_args import PAGE_LAYOUT
 from banaserve.engine.migration_settings import packs_nothing, settings_of
 

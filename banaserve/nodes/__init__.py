@@ -1,5 +1,6 @@
 """Engines on other machines: agents, shims, links, placement by Ray.
 
-Entries: ``launcher.NodesLauncher`` in the server's process, ``agent`` in a node's agent,
-``shim.main`` in a process of the server's machine that stands for one on a node.
+Entries: ``server.launcher.NodesLauncher`` in the server's process, ``agent.agent.NodeAgent`` in a
+node's agent, ``server.shim.main`` in a process of the server's machine that stands for one on a
+node.
 """

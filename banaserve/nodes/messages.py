@@ -12,8 +12,9 @@ from typing import Annotated
 import msgspec
 
 from banaserve.base.net.framing import Framing
+from banaserve.base.platform.packages import installed_version, vllm_version
 
-PROTOCOL = 5
+PROTOCOL = 6
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_CHANNELS = 64
 """Maximum connections of one process at once; an engine opens one to each of 3 sockets."""
@@ -23,6 +24,13 @@ _Word = Annotated[str, msgspec.Meta(max_length=1 << 16)]
 _Words = Annotated[tuple[_Word, ...], msgspec.Meta(max_length=4096)]
 _Settings = Annotated[dict[_Name, _Word], msgspec.Meta(max_length=64)]
 _Channel = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+
+
+def own_version() -> str:
+    """Return the versions of banaserve and vLLM here, in one line; the same on server and nodes."""
+    vllm = vllm_version()
+    engine = f"vLLM {vllm}" if vllm else "no vLLM"
+    return f"banaserve {installed_version('banaserve')}, {engine}"
 
 
 class _Said(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -103,8 +111,8 @@ class PrepareNode(_Said, frozen=True):
     model_digest: _Word = ""
 
 
-class NodePrepared(_Said, frozen=True):
-    """Answer that the node is ready: engines may be started."""
+class Done(_Said, frozen=True):
+    """Answer that an order has been carried out, or will be as soon as the store runs again."""
 
 
 class FreePort(_Said, frozen=True):
@@ -119,10 +127,6 @@ class SetStorePeers(_Said, frozen=True):
     """Order that the node's store fetch blocks from the stores at these ``HOST:PORT`` only."""
 
     peers: _Words
-
-
-class StorePeersSet(_Said, frozen=True):
-    """Answer that the store has the new peers, or gets them as soon as it has been restarted."""
 
 
 class StoreRestarted(_Said, frozen=True):
@@ -261,11 +265,10 @@ NodeMessage = (
     OpenSession
     | SessionOpened
     | PrepareNode
-    | NodePrepared
+    | Done
     | FreePort
     | PortFound
     | SetStorePeers
-    | StorePeersSet
     | StoreRestarted
     | JoinSession
     | ProcessDying

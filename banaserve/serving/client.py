@@ -28,8 +28,14 @@ from banaserve.base.clock import WallClock
 from banaserve.base.types import NO_LIMITS, RequestLimits
 from banaserve.contracts.trace_events import LookedUp, Prepared
 from banaserve.engine.compat import engine as compat
-from banaserve.engine.compat.clients import lent_renderer
 from banaserve.engine.compat.config import VllmConfig
+from banaserve.engine.compat.front.clients import lent_renderer
+from banaserve.engine.compat.front.server import (
+    EngineClient,
+    InputProcessor,
+    extract_prompt_components,
+    xgrammar_vocabulary,
+)
 from banaserve.engine.compat.requests import (
     GracefulHTTPError,
     LoRARequest,
@@ -37,12 +43,6 @@ from banaserve.engine.compat.requests import (
     PoolingRequestOutput,
     RequestOutput,
     SamplingParams,
-)
-from banaserve.engine.compat.server import (
-    EngineClient,
-    InputProcessor,
-    extract_prompt_components,
-    xgrammar_vocabulary,
 )
 from banaserve.serving.cluster import Cluster
 from banaserve.serving.monitoring import metrics

@@ -34,10 +34,9 @@ from banaserve.base.types import (
     Role,
 )
 from banaserve.engine.compat import engine as compat
-from banaserve.engine.compat.clients import connect
-from banaserve.engine.compat.config import VllmConfig
+from banaserve.engine.compat.config import VllmConfig, kv_token_bytes
 from banaserve.engine.compat.engine_errors import last_error_in
-from banaserve.engine.kv_bytes import kv_token_bytes
+from banaserve.engine.compat.front.clients import connect
 from banaserve.orchestrator.control.cluster_view import with_guests
 from banaserve.orchestrator.control.rebalancing import Stream
 from banaserve.serving.inflight import Inflight, InflightLeg

@@ -7,7 +7,7 @@ SOCKET``. Each line of stdin is a JSON object:
 - ``way``: what happens to the prefix that the store has: ``fetch`` all (the default),
   ``compute`` all, or ``cut`` it as the cost gate decides;
 - ``new_link``: true to forget first what the gate knows of fetches;
-- any of the connector's options for measurements.
+- any of ``CopyOptions`` of ``traced_connector``.
 
 Each answer is a line of JSON: first facts about the engine, then for each prompt the trace of the
 step that computed it, the seconds to its first token, and that token.
@@ -35,10 +35,10 @@ def main() -> int:
     set_environment()
     from banaserve.engine.compat.kv_connector import get_kv_transfer_group
     from banaserve.engine.compat.offline import LLM, SamplingParams, scheduler_connector
+    from benchmarks.drivers.traced_connector import CopyOptions
 
     engine = LLM(model, **_engine_options(socket))
     connector: Any = get_kv_transfer_group()
-    worker, start = connector.worker, connector.worker.options
     gate = scheduler_connector(engine.llm_engine).gate
     kind = connector.fingerprint
     say(
@@ -57,12 +57,12 @@ def main() -> int:
         one_token = SamplingParams(
             max_tokens=1, temperature=0.0, skip_reading_prefix_cache=way == "compute"
         )
-        worker.configure(dataclasses.replace(start, **told))
-        worker.trace.steps.clear()
+        connector.worker.options = CopyOptions(**told)
+        connector.worker.traces.clear()
         began_s = time.perf_counter()
         (answer,) = engine.generate([prompt], one_token, use_tqdm=False)
         ttft_s = time.perf_counter() - began_s
-        steps = [dataclasses.asdict(step) for step in worker.trace.steps]
+        steps = [dataclasses.asdict(step) for step in connector.worker.traces]
         say(replies, steps=steps, ttft_s=ttft_s, token=answer.outputs[0].token_ids[0])
     return 0
 
@@ -79,10 +79,10 @@ def _engine_options(socket: str) -> dict[str, Any]:
         "max_num_seqs": 1,
         "distributed_executor_backend": "uni",
         "kv_transfer_config": {
-            "kv_connector": "StoreConnector",
-            "kv_connector_module_path": "banaserve.engine.connector.connector",
+            "kv_connector": "TracedConnector",
+            "kv_connector_module_path": "benchmarks.drivers.traced_connector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"socket": socket, "trace": True, "cost_gate": False},
+            "kv_connector_extra_config": {"socket": socket, "cost_gate": False},
         },
     }
 

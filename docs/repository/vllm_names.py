@@ -46,7 +46,7 @@ _MODULE = re.compile(r"vllm(\.\w+)+")
 def findings() -> Iterator[Finding]:
     """Yield hooks that are not in the list, and uses of vLLM outside of compat."""
     yield from count_findings(ROOT / "README.md")
-    for path in sorted(COMPAT.glob("*.py")):
+    for path in sorted(COMPAT.rglob("*.py")):
         yield from use_findings(path)
     for path in sources(*CODE):
         if COMPAT not in path.parents:

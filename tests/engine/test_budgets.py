@@ -80,7 +80,7 @@ class Serving:
         from vllm.v1.request import Request
 
         self.scheduler = _scheduler(Load("budgets", STEP_TOKENS, REQUESTS, 1000, ()))
-        compat.install_budget_utility()
+        compat.install_utilities()
         self.requests = {}
         for number, (prompt, output) in enumerate(requests):
             sampling = SamplingParams(max_tokens=output, ignore_eos=True)

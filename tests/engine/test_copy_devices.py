@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from banaserve.base.errors import UserError
 from banaserve.engine.connector.worker_side import gpu_block_copy
 from banaserve.engine.connector.worker_side.block_copy import make_copier
 from banaserve.engine.connector.worker_side.gpu_block_copy import GpuCopier
@@ -209,7 +209,18 @@ def test_a_pool_that_another_has_pinned_is_left_to_it(cuda: Cuda, views: list[Po
     assert [name for name, _ in cuda.calls] == ["pin", "launch"]
 
 
-def test_without_cuda_and_vllm_there_is_a_word_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cuda_in_the_build_copies_are_those_of_vllm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kv_cache = pytest.importorskip("banaserve.engine.compat.kv_cache")
     monkeypatch.setattr(gpu_block_copy, "_native_cuda", None)
-    with pytest.raises(UserError, match="no GPU copies: set BANASERVE_CUDA=1"):
-        gpu_block_copy.choose_copies(PAGE_BYTES, True, None)
+    copied: list[list[int]] = []
+
+    def swap(*tensors: torch.Tensor) -> None:
+        copied.extend(tensor.tolist() for tensor in tensors)
+
+    monkeypatch.setattr(kv_cache, "batch_copier", lambda: swap)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda _: None)
+    copy = gpu_block_copy.choose_copies(PAGE_BYTES, False)
+    copy(np.array([1, 2]), np.array([3, 4]), PAGE_BYTES, 0)
+    assert copied == [[3, 4], [1, 2], [PAGE_BYTES] * 2]

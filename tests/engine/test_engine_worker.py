@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -26,105 +24,24 @@ from banaserve.engine.connector.metadata import (
     StepResult,
 )
 from banaserve.engine.connector.worker_side.block_copy import make_copier
-from banaserve.engine.connector.worker_side.tracer import TracePoint
 from banaserve.engine.connector.worker_side.worker import RankShare, StoreConnectorWorker
 from banaserve.kvstore.client.client import StoreClient
-from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.leases import Slot
-from forked import Forked
-from store_process import fork_store
+from layered_engine import (
+    BLOCKS,
+    FINGERPRINT,
+    LAYERS,
+    NAMES,
+    PAGE_BYTES,
+    LayeredEngine,
+    LayeredEngines,
+    number_blocks,
+    numbered,
+    started,
+)
 from waiting import eventually
 
-LAYERS, BLOCKS, PAGE_BYTES = 3, 6, 4096
-FINGERPRINT = Fingerprint(
-    model="m",
-    dtype="float32",
-    block_size_tokens=16,
-    num_layers=LAYERS,
-    num_kv_heads=2,
-    head_size=8,
-    layout="LBHNC",
-    page_bytes=PAGE_BYTES,
-)
-KEYS = [bytes([number]) * 32 for number in range(BLOCKS)]
-NAMES = [f"layer.{i}" for i in range(LAYERS)]
-
-
-class Engine:
-    """An engine's KV cache and the hooks that vLLM would call, in its order."""
-
-    def __init__(
-        self,
-        client: StoreClient,
-        options: ConnectorOptions,
-        fill: float,
-        share: RankShare = RankShare(),  # noqa: B008 - it is frozen
-    ) -> None:
-        self.client = client
-        shape = (BLOCKS, PAGE_BYTES // 4)
-        self.caches = {name: torch.full(shape, fill) for name in NAMES}
-        self.worker = StoreConnectorWorker(client, share, options)
-        self.worker.register(NAMES, list(self.caches.values()), PAGE_BYTES)
-        self.seen: dict[str, torch.Tensor] = {}
-        self._steps = 0
-
-    def step(
-        self,
-        *,
-        loads: list[BlockCopy] | None = None,
-        early_loads: list[BlockCopy] | None = None,
-        saves: list[BlockCopy] | None = None,
-        states: list[BlockCopy] | None = None,
-        compute: Callable[[str, torch.Tensor], None] = lambda name, cache: None,
-        num_layers: int = LAYERS,
-        settled: int = 0,
-    ) -> StepResult:
-        """Run a step; ``seen`` keeps what each layer's attention would read."""
-        self._steps += 1
-        plan = StepPlan(
-            self._steps,
-            loads or [],
-            early_loads or [],
-            saves or [],
-            states or [],
-            settled=settled,
-        )
-        worker = self.worker
-        worker.begin_step(plan)
-        worker.start_loads(plan)
-        for name in NAMES[:num_layers]:
-            compute(name, self.caches[name])
-            worker.wait_for_load(name)
-            self.seen[name] = self.caches[name].clone()
-            worker.save_layer(name, plan)
-        worker.end_step(plan)
-        return worker.done(plan)
-
-    def reserve(self, blocks: range) -> list[BlockCopy]:
-        pairs = [(KEYS[i], KEYS[i - 1] if i else None) for i in blocks]
-        slots = self.client.exchange(reserve=pairs).reserved
-        return [BlockCopy(i, slot) for i, slot in zip(blocks, slots, strict=True) if slot]
-
-    def acquire(self, blocks: range) -> list[BlockCopy]:
-        slots = self.client.exchange(acquire=KEYS[blocks.start : blocks.stop]).slots
-        return [BlockCopy(i, slot) for i, slot in zip(blocks, slots, strict=False)]
-
-
-def number_blocks(name: str, cache: torch.Tensor) -> None:
-    """Each element says which layer and block it belongs to."""
-    layer = NAMES.index(name)
-    cache[:] = torch.arange(BLOCKS)[:, None] + 100.0 * layer
-
-
-def numbered() -> dict[str, torch.Tensor]:
-    caches = {name: torch.empty(BLOCKS, PAGE_BYTES // 4) for name in NAMES}
-    for name, cache in caches.items():
-        number_blocks(name, cache)
-    return caches
-
-
-def started(path: Path) -> Forked:
-    return fork_store(path, 64 * FINGERPRINT.slot_bytes, "--poison-free-slots")
+Engine = LayeredEngine
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +70,7 @@ class TwoLives:
         return client
 
     def engine(self, client: StoreClient, fill: float) -> Engine:
-        made = Engine(client, ConnectorOptions(str(self.path)), fill)
+        made = Engine(client, fill, StoreConnectorWorker(client, RankShare()))
         self._stack.callback(made.worker.close)
         return made
 
@@ -176,46 +93,17 @@ def lives(tmp_path: Path) -> Iterator[TwoLives]:
 @pytest.fixture
 def engine(socket_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine]]:
     with ExitStack() as stack:
-
-        def make(
-            fill: float = -1.0,
-            share: RankShare = RankShare(),  # noqa: B008 - it is frozen
-            **options: object,
-        ) -> Engine:
-            # A salt of its own: no test reads another's blocks.
-            salt = request.node.name
-            fingerprint = msgspec.structs.replace(FINGERPRINT, salt=salt)
-            client = StoreClient(
-                socket_path,
-                fingerprint,
-                client_name=f"{salt}-{fill}",
-                num_writers=share.num_ranks,
-            )
-            client.connect()
-            stack.callback(client.close)
-            made = Engine(
-                client,
-                ConnectorOptions(str(socket_path), **options),  # type: ignore[arg-type]
-                fill,
-                share,
-            )
-            stack.callback(made.worker.close)
-            return made
-
-        yield make
+        # A salt of its own: no test reads another's blocks.
+        yield LayeredEngines(socket_path, request.node.name, stack).make
 
 
-@pytest.mark.parametrize("writes", ["pipelined", "serial"])
-@pytest.mark.parametrize("reads", ["pipelined", "serial"])
-def test_what_one_engine_saves_another_fetches(
-    engine: Callable[..., Engine], writes: str, reads: str
-) -> None:
-    writer = engine(0.0, arrangement=writes)
+def test_what_one_engine_saves_another_fetches(engine: Callable[..., Engine]) -> None:
+    writer = engine(0.0)
     done = writer.step(saves=writer.reserve(range(4)), compute=number_blocks)
     assert (done.fetched_blocks, done.fetch_s) == (0, 0.0)
     assert done.compute_s is not None
     assert done.compute_s > 0
-    reader = engine(-1.0, arrangement=reads)
+    reader = engine(-1.0)
     hits = reader.acquire(range(6))
     assert len(hits) == 4
     done = reader.step(loads=hits[:3], early_loads=hits[3:])
@@ -230,14 +118,10 @@ def test_what_one_engine_saves_another_fetches(
     assert counts.data["loaded_blocks"] == 4
 
 
-@pytest.mark.parametrize("arrangement", ["pipelined", "serial"])
 def test_ranks_that_all_have_the_whole_of_a_block_write_it_once(
-    engine: Callable[..., Engine], arrangement: str
+    engine: Callable[..., Engine],
 ) -> None:
-    ranks = [
-        engine(0.0, share=RankShare(rank, 2, is_whole=True), arrangement=arrangement)
-        for rank in range(2)
-    ]
+    ranks = [engine(0.0, share=RankShare(rank, 2, is_whole=True)) for rank in range(2)]
     reader = engine(-1.0)
     saves = ranks[0].reserve(range(4))
     for rank, one in enumerate(ranks):
@@ -278,11 +162,10 @@ def test_a_block_that_the_step_writes_into_is_fetched_before_it_writes(
         assert reader.seen[name][0, -1] == 7.0
 
 
-@pytest.mark.parametrize("arrangement", ["pipelined", "serial"])
 def test_a_forward_pass_that_did_not_end_publishes_nothing(
-    engine: Callable[..., Engine], arrangement: str
+    engine: Callable[..., Engine],
 ) -> None:
-    writer = engine(0.0, arrangement=arrangement)
+    writer = engine(0.0)
     saves = writer.reserve(range(2))
     writer.step(saves=saves, num_layers=LAYERS - 1)
     assert writer.acquire(range(2)) == []
@@ -297,20 +180,20 @@ def test_a_layer_that_another_process_has_saved(
     plan = StepPlan(1, saves=writer.reserve(range(2)))
     worker, elsewhere = writer.worker, NAMES[1]
     worker.begin_step(plan)
-    worker.start_loads(plan)
+    worker.start_loads()
     for layer, name in enumerate(NAMES):
         number_blocks(name, writer.caches[name])
         if name != elsewhere:
-            worker.save_layer(name, plan)
+            worker.save_layer(name)
         elif not is_lost:
-            target = worker.slots_to_fill(plan)
+            target = worker.slots_to_fill()
             assert target.view is not None
             for copy in target.copies:
                 begin = target.view.offset_bytes(copy.slot, layer)
                 block = writer.caches[name][copy.block_id].numpy().view("uint8")
                 target.view.memory[begin : begin + PAGE_BYTES] = block
             worker.saved_elsewhere([name], 1e-3)
-    worker.end_step(plan)
+    worker.end_step()
     reader = engine(-1.0)
     hits = reader.acquire(range(2))
     assert len(hits) == (0 if is_lost else 2)
@@ -321,17 +204,6 @@ def test_a_layer_that_another_process_has_saved(
     reader.step(loads=hits)
     for name, expected in numbered().items() if hits else ():
         assert torch.equal(reader.seen[name][:2], expected[:2])
-
-
-def test_saves_that_are_held_back_or_wait_are_for_nobody_else(
-    engine: Callable[..., Engine],
-) -> None:
-    for options in ({"arrangement": "serial"}, {"save_bytes_per_s": 1e9}):
-        writer = engine(0.0, **options)
-        plan = StepPlan(1, saves=writer.reserve(range(1)))
-        writer.worker.begin_step(plan)
-        assert writer.worker.slots_to_fill(plan).view is None
-        writer.client.abandon([copy.slot for copy in plan.saves])
 
 
 def test_states_are_saved_behind_the_last_layer_and_fetched_before_the_first(
@@ -463,46 +335,6 @@ def test_a_step_lets_go_of_a_store_that_has_gone(lives: TwoLives) -> None:
     assert len(one.acquire(range(1))) == 1
 
 
-def test_a_copier_that_is_held_back_keeps_to_its_speed(engine: Callable[..., Engine]) -> None:
-    writer = engine(0.0, save_bytes_per_s=4e6)
-    writer.step(saves=writer.reserve(range(4)), compute=number_blocks)
-    saved = writer.worker.stats.take()
-    assert saved is not None
-    num_bytes = 4 * LAYERS * PAGE_BYTES
-    assert saved.data["save_seconds"] >= num_bytes / 4e6
-    reader = engine(-1.0, load_bytes_per_s=2e6)
-    done = reader.step(loads=reader.acquire(range(4)))
-    assert done.fetch_s >= num_bytes / 2e6
-    for name, expected in numbered().items():
-        assert torch.equal(reader.seen[name][:4], expected[:4])
-
-
-def test_the_trace_is_in_the_order_of_the_pipeline(engine: Callable[..., Engine]) -> None:
-    one = engine(0.0, trace=True)
-    one.step(compute=number_blocks)
-    one.step(saves=one.reserve(range(2)), compute=number_blocks)
-    other = engine(-1.0, trace=True)
-    other.step(loads=other.acquire(range(2)))
-    (saved,), (loaded,) = one.worker.trace.steps, other.worker.trace.steps
-    for layer in loaded.layers:
-        assert layer[TracePoint.LOAD] <= layer[TracePoint.LOADED] <= layer[TracePoint.WAITED]
-        assert layer[TracePoint.WAIT] <= layer[TracePoint.WAITED] <= layer[TracePoint.ATTENDED]
-        assert math.isnan(layer[TracePoint.SAVE])
-    for layer in saved.layers:
-        assert math.isnan(layer[TracePoint.LOAD])
-        assert layer[TracePoint.ATTENDED] <= layer[TracePoint.SAVE] <= layer[TracePoint.SAVED]
-        assert layer[TracePoint.SAVED] <= saved.ended_s
-    loads = [layer[TracePoint.LOAD] for layer in loaded.layers]
-    assert loads == sorted(loads)
-    assert loaded.began_s <= loaded.forward_s <= loaded.computed_s <= loaded.ended_s
-
-
-def test_nothing_is_traced_unless_asked(engine: Callable[..., Engine]) -> None:
-    one = engine(0.0)
-    one.step(saves=one.reserve(range(1)), compute=number_blocks)
-    assert not one.worker.trace.steps
-
-
 def test_a_step_of_several_workers_is_as_slow_as_the_slowest() -> None:
     one, other = StepResult(4, 0.2, 0.01, 3), StepResult(5, 0.3, 0.02, 3)
     assert one.aggregate(other) == StepResult(4, 0.3, 0.02, 3)
@@ -520,10 +352,9 @@ def test_a_cache_whose_blocks_are_scattered_is_refused() -> None:
     [
         ({}, "needs the option socket"),
         ({"socket": "s", "throtle": 1}, "unknown option of the store's connector: throtle"),
-        ({"socket": "s", "arrangement": "serail"}, "did you mean serial"),
-        ({"socket": "s", "load_bytes_per_s": -1}, "cannot use load_bytes_per_s=-1"),
-        ({"socket": "s", "trace": "yes"}, "cannot use trace='yes'"),
-        ({"socket": 5}, "cannot use socket=5"),
+        ({"socket": "s", "cost_gat": True}, "did you mean cost_gate"),
+        ({"socket": "s", "cost_gate": "yes"}, r"Expected `bool`, got `str` - at `\$.cost_gate`"),
+        ({"socket": 5}, r"Expected `str`, got `int` - at `\$.socket`"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, object], message: str) -> None:
@@ -532,8 +363,8 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, object], mess
 
 
 def test_options_are_read() -> None:
-    read = ConnectorOptions.of({"socket": "s", "cost_gate": False, "load_bytes_per_s": 5})
-    assert read == ConnectorOptions("s", cost_gate=False, load_bytes_per_s=5)
+    read = ConnectorOptions.of({"socket": "s", "cost_gate": False})
+    assert read == ConnectorOptions("s", cost_gate=False)
 
 
 def test_the_store_is_told_of_layers_that_are_saved_and_go_on(
@@ -556,11 +387,11 @@ def test_the_store_is_told_of_layers_that_are_saved_and_go_on(
     monkeypatch.setattr(writer.client, "note_written", note)
     plan = StepPlan(1, saves=saves, pushed=pushed)
     writer.worker.begin_step(plan)
-    writer.worker.start_loads(plan)
+    writer.worker.start_loads()
     for name in NAMES:
         number_blocks(name, writer.caches[name])
-        writer.worker.save_layer(name, plan)
-    writer.worker.end_step(plan)
+        writer.worker.save_layer(name)
+    writer.worker.end_step()
     assert told == [(pushed, number, 0) for number in range(1, LAYERS + 1)]
     told.clear()
     writer.step(saves=writer.reserve(range(3, 4)))
@@ -581,7 +412,7 @@ def test_layers_are_told_of_from_the_first_on(
     )
     worker = writer.worker
     worker.begin_step(plan)
-    assert worker.slots_to_fill(plan).view is not None
+    assert worker.slots_to_fill().view is not None
     seen: set[int] = set()
     for layer in order:
         worker.saved_elsewhere([NAMES[layer]], 1e-3)
@@ -589,7 +420,7 @@ def test_layers_are_told_of_from_the_first_on(
         first = next(n for n in range(LAYERS + 1) if n not in seen)
         assert (told[-1] if told else 0) == first
     assert told == sorted(set(told))
-    worker.end_step(plan)
+    worker.end_step()
 
 
 def test_the_numbers_of_a_steps_copies_are_made_once_for_all_layers() -> None:

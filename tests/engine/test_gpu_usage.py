@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from banaserve.base.types import InstanceId
-from banaserve.engine.compat.nvml import NVML
+from banaserve.engine.compat.front.nvml import NVML
 from banaserve.serving.monitoring.gpu_monitor import GpuMeter
 from banaserve.serving.monitoring.reports import ReportBoard
 

@@ -23,7 +23,7 @@ import imported_without_traces
 from banaserve.base.clock import WallClock
 from banaserve.base.types import ClusterView, InstanceId, InstanceView, Role, Route
 from banaserve.contracts.trace_events import FirstToken, LegBegan, Prepared
-from banaserve.engine.compat.server import get_span_exporter
+from banaserve.engine.compat.front.server import get_span_exporter
 from banaserve.frontdoor.middleware.call_times import CallTimes
 from banaserve.serving.tracing import otlp
 from banaserve.serving.tracing.http_call import HttpCall, http_call

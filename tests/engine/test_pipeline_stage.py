@@ -12,7 +12,7 @@ def test_what_a_stage_lacks_is_not_told_by_where_an_earlier_one_lay() -> None:
     from torch import nn
     from vllm.model_executor.models.utils import is_pp_missing_parameter
 
-    from banaserve.engine.compat.model import PPMissingLayer, pipeline_stage
+    from banaserve.engine.compat.runner.model import PPMissingLayer, pipeline_stage
 
     model = nn.ModuleList([PPMissingLayer(), nn.Linear(1, 1)])
     with pipeline_stage(1, 2):

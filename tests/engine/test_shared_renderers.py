@@ -12,9 +12,9 @@ from vllm.v1.engine import async_llm
 from vllm.v1.worker import block_table
 
 import small_model
-from banaserve.engine.compat.clients import lent_renderer
 from banaserve.engine.compat.config import VllmConfig
 from banaserve.engine.compat.engine import override_kernels
+from banaserve.engine.compat.front.clients import lent_renderer
 from banaserve.engine.engine_args import engine_config, parse_vllm_argv
 
 KERNEL = block_table.ComputeSlotMappingKernel

@@ -218,8 +218,7 @@ def test_workers_and_engine_cores_have_what_the_contracts_list() -> None:
     from banaserve.migration.host import install
 
     install.install_utilities()
-    engine.install_budget_utility()
-    engine.install_notes_utility()
+    engine.install_utilities()
     for contract, served in (
         (MigrationApi, WorkerExtension),
         (WorkerApi, WorkerExtension),

@@ -22,9 +22,8 @@ from banaserve.engine.engine_args import parse_vllm_argv
 from banaserve.frontdoor.app import vllm_app
 from banaserve.frontdoor.bodies.bounds import BodyRefusedError, RequestBounds, read_outline
 from banaserve.frontdoor.bodies.grammars import GrammarSpec, grammars_of
-from banaserve.frontdoor.bodies.guard import LONG_BYTES, BodyGuard
+from banaserve.frontdoor.bodies.guard import LONG_BYTES, BodyGuard, take_parsed_bodies
 from banaserve.frontdoor.bodies.pace import FRACTION, LEAST_S, ValidationPace
-from banaserve.frontdoor.bodies.parsed_route import take_parsed_bodies
 from banaserve.frontdoor.bodies.shape import JsonShape, measure, upper_bound
 from banaserve.frontdoor.middleware.admission import BodyLimit
 

@@ -252,7 +252,7 @@ def test_what_all_engines_take_has_to_be_there(
 
 
 def test_no_option_of_vllm_counts_as_one_of_ours_misspelt() -> None:
-    compat = pytest.importorskip("banaserve.engine.compat.server")
+    compat = pytest.importorskip("banaserve.engine.compat.front.server")
     parser = compat.make_arg_parser(compat.FlexibleArgumentParser())
     names = {name for action in parser._actions for name in action.option_strings}
     own = {"--help", "--model", "--host", "--port", "--api-key", "--config"}

@@ -25,24 +25,19 @@ from banaserve.base.errors import UserError
 from banaserve.base.run_dir import AdminAccess, find_offer, open_run_dir, write_admin
 from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.frontdoor.app import ApiServer
-from banaserve.frontdoor.lifecycle import listening_socket, take_over
-from banaserve.frontdoor.lifecycle.listening_socket import ClaimedSocket
+from banaserve.frontdoor.lifecycle import take_over
 from banaserve.frontdoor.lifecycle.take_over import (
-    Ask,
     ClaimLostError,
-    Given,
     Offer,
     Refusal,
-    Retired,
-    Serves,
     SocketClaim,
     SocketOffer,
-    Take,
 )
 from certificates import write_certificate
 from waiting import until
 
-OFFER = Offer(os.getpid(), "127.0.0.1", 8000, "http")
+ADDRESS = ("127.0.0.1", 8000)
+OFFER = Offer(os.getpid(), *ADDRESS, "http")
 _said = take_over._encode
 
 
@@ -73,12 +68,12 @@ def connected(path: Path) -> socket.socket:
 
 async def taken_over(offer: SocketOffer, path: Path) -> socket.socket:
     """All of a take-over from the claimant's side."""
-    claim = await asyncio.to_thread(SocketClaim, path)
+    claim = await asyncio.to_thread(SocketClaim, path, *ADDRESS)
     with contextlib.closing(claim):
         assert claim.offer == OFFER
         given = await asyncio.to_thread(claim.take)
         assert not offer.taken.is_set()
-        serving = asyncio.create_task(asyncio.to_thread(claim.serves))
+        serving = asyncio.create_task(asyncio.to_thread(claim.report))
         await asyncio.wait_for(offer.taken.wait(), 30.0)
         assert not serving.done()
         offer.retired.set()
@@ -117,11 +112,11 @@ async def test_a_claimant_that_ends_changes_nothing(
     stage: str, path: Path, front: socket.socket
 ) -> None:
     async with offering(path, front) as offer:
-        claim = await asyncio.to_thread(SocketClaim, path)
+        claim = await asyncio.to_thread(SocketClaim, path, *ADDRESS)
         if stage == "taken":
             (await asyncio.to_thread(claim.take)).close()
         with pytest.raises(UserError, match=f"process {os.getpid()} is taking it over"):
-            await asyncio.to_thread(SocketClaim, path)
+            await asyncio.to_thread(SocketClaim, path, *ADDRESS)
         claim.close()
         await until(lambda: not offer._claimant)
         assert not offer.taken.is_set()
@@ -134,10 +129,10 @@ async def test_a_claimant_that_ends_changes_nothing(
         [],
         [b"no message"],
         [b"\xff" * 5000],
-        [_said(Take())],
-        [_said(Ask()), _said(Serves())],
-        [_said(Ask()), _said(Take()), _said(Take())],
-        [_said(Ask()), _said(Take()), b"\x81"],
+        [_said("take")],
+        [_said("ask"), _said("serves")],
+        [_said("ask"), _said("take"), _said("take")],
+        [_said("ask"), _said("take"), b"\x81"],
     ],
     ids=["end", "garbage", "much", "too early", "untaken", "twice", "garbage at the end"],
 )
@@ -174,11 +169,11 @@ async def test_another_user_gets_nothing(
     monkeypatch.setattr(take_over, "peer_of", lambda _: (1, os.getuid() + 1))
     async with offering(path, front) as offer:
         with connected(path) as stranger:
-            stranger.send(_said(Ask()))
+            stranger.send(_said("ask"))
             with contextlib.suppress(ConnectionResetError):
                 assert await asyncio.to_thread(stranger.recv, 100) == b""
         with pytest.raises(UserError, match="another user's"):
-            await asyncio.to_thread(SocketClaim, path)
+            await asyncio.to_thread(SocketClaim, path, *ADDRESS)
         assert not offer._claimant
 
 
@@ -213,7 +208,7 @@ def server_that(path: Path, speaks: Callable[[socket.socket], None]) -> Iterator
     [
         (b"", "no server of this version can be asked .* has ended"),
         (b"garbage", "no server of this version .* what nobody knows"),
-        (_said(Given()), "Given came and Offer was due"),
+        (_said("given"), "given came and an offer was due"),
         (_said(Refusal("process 7 is taking it over")), "process 7 is taking it over: wait"),
     ],
 )
@@ -226,7 +221,7 @@ def test_a_claim_that_is_not_answered_by_an_offer_is_an_error(
             connection.send(said)
 
     with server_that(path, speaks), pytest.raises(UserError, match=message):
-        SocketClaim(path)
+        SocketClaim(path, *ADDRESS)
 
 
 def test_a_claim_without_an_answer_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,25 +230,25 @@ def test_a_claim_without_an_answer_is_an_error(path: Path, monkeypatch: pytest.M
         server_that(path, lambda connection: connection.recv(100) and connection.recv(100)),
         pytest.raises(UserError, match="does not answer"),
     ):
-        SocketClaim(path)
+        SocketClaim(path, *ADDRESS)
 
 
 def test_a_claim_where_nobody_listens_is_an_error(path: Path) -> None:
     with pytest.raises(UserError, match=r"no server of this version .* \(No such file"):
-        SocketClaim(path)
+        SocketClaim(path, *ADDRESS)
     path.touch()
     with pytest.raises(UserError, match=r"no server of this version .* refused"):
-        SocketClaim(path)
+        SocketClaim(path, *ADDRESS)
 
 
 def test_what_is_given_must_be_one_socket_that_listens(path: Path, front: socket.socket) -> None:
     """No descriptor stays open of what is not."""
     with socket.socket() as deaf, open(os.devnull) as file:
         for answer, numbers, message in [
-            (Given(), [], "no socket that listens"),
-            (Given(), [deaf.fileno()], "no socket that listens"),
-            (Given(), [file.fileno()], "no socket that listens"),
-            (Retired(), [front.fileno()], "Retired came and Given was due"),
+            ("given", [], "no socket that listens"),
+            ("given", [deaf.fileno()], "no socket that listens"),
+            ("given", [file.fileno()], "no socket that listens"),
+            ("retired", [front.fileno()], "retired came and given was due"),
         ]:
             path.unlink(missing_ok=True)
 
@@ -266,7 +261,10 @@ def test_what_is_given_must_be_one_socket_that_listens(path: Path, front: socket
                 socket.send_fds(connection, [_said(answer)], numbers)
                 connection.recv(100)
 
-            with server_that(path, speaks), contextlib.closing(SocketClaim(path)) as claim:
+            with (
+                server_that(path, speaks),
+                contextlib.closing(SocketClaim(path, *ADDRESS)) as claim,
+            ):
                 before = sorted(os.listdir("/proc/self/fd"))
                 with pytest.raises(ClaimLostError, match=message):
                     claim.take()
@@ -278,11 +276,11 @@ def test_a_server_that_ends_in_the_middle_is_lost(path: Path) -> None:
         connection.recv(100)
         connection.send(_said(OFFER))
 
-    with server_that(path, speaks), contextlib.closing(SocketClaim(path)) as claim:
+    with server_that(path, speaks), contextlib.closing(SocketClaim(path, *ADDRESS)) as claim:
         with pytest.raises(ClaimLostError):
             claim.take()
         with pytest.raises(ClaimLostError):
-            claim.serves()
+            claim.report()
 
 
 @pytest.mark.parametrize(
@@ -298,53 +296,57 @@ async def test_another_address_or_scheme_is_refused(
     host: str, port: int, scheme: str, message: str, path: Path, front: socket.socket
 ) -> None:
     async with offering(path, front) as offer:
-        claim = await asyncio.to_thread(SocketClaim, path)
         refused = pytest.raises(UserError, match=message) if message else contextlib.nullcontext()
-        with contextlib.closing(claim), refused:
-            ClaimedSocket(claim, host, port).check_scheme(scheme)
+        with refused:
+            claim = await asyncio.to_thread(SocketClaim, path, host, port)
+            with contextlib.closing(claim):
+                claim.check_scheme(scheme)
         assert not offer.taken.is_set()
 
 
 # ---- where the running server has ended before
 
 
-class LostClaim:
-    """Of a server that has ended."""
+@contextlib.contextmanager
+def lost_claim(path: Path, front: socket.socket) -> Iterator[SocketClaim]:
+    """A claim on the address of ``front``, of a server that has ended."""
+    host, port = front.getsockname()
 
-    offer = OFFER
+    def offers(connection: socket.socket) -> None:
+        connection.recv(100)
+        connection.send(_said(Offer(os.getpid(), host, port, "http")))
 
-    def check(self, *_: object) -> None:
-        pass
-
-    def take(self) -> socket.socket:
-        raise ClaimLostError("the other server has ended")
-
-    def serves(self) -> None:
-        raise ClaimLostError("the other server has ended")
+    with server_that(path, offers):
+        claim = SocketClaim(path, host, port)
+    with contextlib.closing(claim):
+        yield claim
 
 
-async def test_an_address_that_has_become_free_is_bound_and_said(front: socket.socket) -> None:
+async def test_an_address_that_has_become_free_is_bound_and_said(
+    path: Path, front: socket.socket
+) -> None:
     """Engines of the server that has ended keep its socket for a moment."""
     said: list[str] = []
-    host, port = front.getsockname()
-    claimed = ClaimedSocket(LostClaim(), host, port)  # type: ignore[arg-type]
-    obtaining = asyncio.create_task(claimed.obtain(said.append))
-    await until(lambda: bool(said))
-    assert not obtaining.done()
-    front.close()
-    with await obtaining as sock:
-        assert sock.getsockname() == (host, port)
-        await claimed.serves(said.append)
-    assert said == ["nothing to take over (the other server has ended): listening anew"]
+    address = front.getsockname()
+    with lost_claim(path, front) as claim:
+        obtaining = asyncio.create_task(claim.obtain(said.append))
+        await until(lambda: bool(said))
+        assert not obtaining.done()
+        front.close()
+        with await obtaining as sock:
+            assert sock.getsockname() == address
+            await claim.serves(said.append)
+    assert len(said) == 1
+    assert said[0].startswith("nothing to take over (the other server has ")
+    assert said[0].endswith(": listening anew")
 
 
 async def test_an_address_that_does_not_become_free_is_an_error(
-    front: socket.socket, monkeypatch: pytest.MonkeyPatch
+    path: Path, front: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening_socket, "_FREE_AGAIN_S", 0.01)
-    claimed = ClaimedSocket(LostClaim(), *front.getsockname())  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="cannot listen on"):
-        await claimed.obtain(lambda _: None)
+    monkeypatch.setattr(take_over, "_FREE_AGAIN_S", 0.01)
+    with lost_claim(path, front) as claim, pytest.raises(UserError, match="cannot listen on"):
+        await claim.obtain(lambda _: None)
 
 
 # ---- which server runs

@@ -34,11 +34,7 @@ FINGERPRINT = Fingerprint(
 
 
 def copier_of(layers: list[torch.Tensor]) -> GpuCopier:
-    if OURS is not None:
-        return GpuCopier(layers, PAGE_BYTES, 0)
-    from banaserve.engine.connector.worker_side.block_copy import copies_of_vllm
-
-    return GpuCopier(layers, PAGE_BYTES, 0, copies_of_vllm)
+    return GpuCopier(layers, PAGE_BYTES, 0)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 
 from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture
 
-from banaserve.engine.compat.graphs import beside_other_threads
+from banaserve.engine.compat.runner.graphs import beside_other_threads
 from banaserve.migration.kv.device_wait import no_wait, wait_for
 from banaserve.migration.modules.eager_break import call_in_break
 

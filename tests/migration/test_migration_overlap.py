@@ -15,7 +15,7 @@ from torch import nn
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from banaserve.base.errors import MigrationError
-from banaserve.engine.compat import attention as compat
+from banaserve.engine.compat.runner import attention as compat
 from banaserve.migration import checks
 from banaserve.migration.microbatch import planner
 from banaserve.migration.microbatch.pipeline import microbatch_blocker, seen_of, work_of

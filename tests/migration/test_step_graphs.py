@@ -18,8 +18,8 @@ from vllm.forward_context import BatchDescriptor
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
-from banaserve.engine.compat import graphs as compat
-from banaserve.engine.compat.experts import join_shared_experts
+from banaserve.engine.compat.runner import graphs as compat
+from banaserve.engine.compat.runner.experts import join_shared_experts
 from banaserve.migration.modules.eager_break import call_in_break, is_capturing
 from banaserve.migration.modules.remote_layers import without_padding
 from banaserve.migration.modules.step_graphs import WANTED_STEPS, StepGraphs

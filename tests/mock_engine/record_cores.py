@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from banaserve.base.models.cache import cache_root
-from banaserve.engine.compat.wheels import wheel_of
+from banaserve.engine.compat.__main__ import wheel_of
 from front_end import (
     Action,
     FrontEnd,

@@ -20,13 +20,13 @@ from banaserve.base.run_dir import RunDir
 from banaserve.base.types import InstanceId, Role
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.migration.rpc.messages import GuestAddress
-from banaserve.nodes.agent import NodeAgent
-from banaserve.nodes.assignment import InstanceNeed
+from banaserve.nodes.agent.agent import NodeAgent
+from banaserve.nodes.agent.session import NodeSession
 from banaserve.nodes.credentials import ClusterCredentials
-from banaserve.nodes.launcher import NodesLauncher
 from banaserve.nodes.places import GivenPlaces
-from banaserve.nodes.pool import NodeWork
-from banaserve.nodes.session import NodeSession
+from banaserve.nodes.server.assignment import InstanceNeed
+from banaserve.nodes.server.launcher import NodesLauncher
+from banaserve.nodes.server.pool import NodeWork
 from banaserve.serving.launch.messages import Order, StartEngine
 
 KEY = "a-key-of-a-cluster"

@@ -16,16 +16,15 @@ import pytest
 from banaserve.base.errors import InstanceDeadError, UserError
 from banaserve.base.platform.processes import is_running, wait_dying, wait_ended
 from banaserve.migration.rpc.messages import GuestAddress
-from banaserve.nodes import agent as agents
-from banaserve.nodes import client as clients
 from banaserve.nodes import link as links
+from banaserve.nodes.agent import agent as agents
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import connect
 from banaserve.nodes.measuring.survey import HERE, survey_nodes
-from banaserve.nodes.messages import Inspect, JoinSession, LinkMeasured, SessionOpened
+from banaserve.nodes.messages import Inspect, JoinSession, LinkMeasured, SessionOpened, own_version
 from banaserve.nodes.model_check import model_digest
 from banaserve.nodes.places import AgentPlace, GivenPlaces
-from banaserve.nodes.versions import own_version
+from banaserve.nodes.server import client as clients
 from banaserve.serving.launch.messages import StartEngine, StartGuest
 from node_doubles import KEY, Front, Scripts, launcher_of, opened, patched, start_node
 from waiting import until
@@ -85,7 +84,7 @@ def test_who_kills_what_stands_for_an_engine_ends_the_engine(
 def test_an_agent_that_ends_ends_all_and_the_next_begins_empty(
     scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("banaserve.nodes.pool.RETRY_S", 0.05)
+    monkeypatch.setattr("banaserve.nodes.server.pool.RETRY_S", 0.05)
 
     async def run() -> None:
         node = await start_node(tmp_path)
@@ -183,8 +182,8 @@ class Moving(GivenPlaces):
 def test_a_node_that_comes_back_elsewhere_is_used_as_before(
     scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("banaserve.nodes.pool.RETRY_S", 0.05)
-    monkeypatch.setattr("banaserve.nodes.measuring.ways._LOOK_S", 0.05)
+    monkeypatch.setattr("banaserve.nodes.server.pool.RETRY_S", 0.05)
+    monkeypatch.setattr("banaserve.nodes.server.ways._LOOK_S", 0.05)
 
     async def run() -> None:
         lost, stays = [await start_node(tmp_path) for _ in range(2)]
@@ -217,8 +216,8 @@ def test_a_node_that_comes_back_elsewhere_is_used_as_before(
 def test_a_way_that_cannot_be_measured_any_more_is_not_known(
     scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("banaserve.nodes.measuring.ways._LOOK_S", 0.05)
-    monkeypatch.setattr("banaserve.nodes.measuring.ways.AGAIN_S", 0.05)
+    monkeypatch.setattr("banaserve.nodes.server.ways._LOOK_S", 0.05)
+    monkeypatch.setattr("banaserve.nodes.server.ways.AGAIN_S", 0.05)
 
     async def run() -> None:
         nodes = [await start_node(tmp_path) for _ in range(2)]
@@ -228,7 +227,7 @@ def test_a_way_that_cannot_be_measured_any_more_is_not_known(
             async def blocked(*_: object) -> LinkMeasured:
                 return LinkMeasured(problem="a firewall")
 
-            monkeypatch.setattr("banaserve.nodes.agent.measure_link", blocked)
+            monkeypatch.setattr("banaserve.nodes.agent.agent.measure_link", blocked)
             await until(lambda: launcher.distance("p0", "d0") is None)
         for node in nodes:
             await node.end()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from banaserve.base.config import ServeConfig
 from banaserve.base.errors import UserError
 from banaserve.base.types import InstanceId, Role
-from banaserve.nodes.assignment import InstanceNeed, NodeAssignment, NodeFacts, assign, room
+from banaserve.nodes.server.assignment import InstanceNeed, NodeAssignment, NodeFacts, assign, room
 
 GIB = 1 << 30
 

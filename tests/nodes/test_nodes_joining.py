@@ -15,10 +15,10 @@ import pytest
 from banaserve.base.errors import MigrationError, UserError
 from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.daemon.options import StoreOptions
-from banaserve.nodes import session as sessions
-from banaserve.nodes.assignment import InstanceNeed
-from banaserve.nodes.launcher import NodesLauncher
-from banaserve.nodes.measuring import inspection
+from banaserve.nodes.agent import agent
+from banaserve.nodes.agent import session as sessions
+from banaserve.nodes.server.assignment import InstanceNeed
+from banaserve.nodes.server.launcher import NodesLauncher
 from banaserve.serving.launch.messages import StartEngine
 from node_doubles import Front, Node, Scripts, launcher_of, opened, patched, start_node
 from peer_store import FINGERPRINT, SLOT_BYTES, PeerStore, chain
@@ -190,13 +190,15 @@ def test_what_cannot_join_is_refused_in_one_line(
             await refused(launcher, again, rf"^node {again} is one of this server's already$")
             await refused(launcher, used.address, r"is used by another server, another server$")
             with monkeypatch.context() as patch:
-                patch.setattr(inspection, "own_version", lambda: "banaserve 0.0, vLLM 0.1")
+                patch.setattr(agent, "own_version", lambda: "banaserve 0.0, vLLM 0.1")
                 words = r"^node .* has banaserve 0.0, vLLM 0.1, this server banaserve .*: install"
                 await refused(launcher, other.address, words)
             work = launcher.pool.work
             launcher.pool.work = replace(work, vllm_argv=("--model", str(model)))
             with monkeypatch.context() as patch:
-                patch.setattr("banaserve.nodes.pool.model_digest", lambda _: "of other files")
+                patch.setattr(
+                    "banaserve.nodes.server.pool.model_digest", lambda _: "of other files"
+                )
                 words = r"^node .*: .*/model: this node's files are not those of the server"
                 await refused(launcher, other.address, words)
             launcher.pool.work = replace(work, need=InstanceNeed(memory_bytes=1 << 60))

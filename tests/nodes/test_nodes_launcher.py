@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.nodes.pool import PoolNode
+from banaserve.nodes.server.pool import PoolNode
 from banaserve.serving.instance import Instance
 from node_doubles import launcher_of
 

@@ -15,9 +15,7 @@ import pytest
 
 from banaserve.base.errors import ProtocolError, UserError
 from banaserve.base.net.framing import MessageReader
-from banaserve.nodes import client as clients
 from banaserve.nodes import link as links
-from banaserve.nodes.client import NodeClient
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import NodeLink, NodeLostError, accepted, connect
 from banaserve.nodes.messages import (
@@ -26,9 +24,9 @@ from banaserve.nodes.messages import (
     ChannelClosed,
     ChannelOpened,
     Data,
+    Done,
     FreePort,
     LogWritten,
-    NodePrepared,
     NodeRefused,
     PortFound,
     PrepareNode,
@@ -36,6 +34,8 @@ from banaserve.nodes.messages import (
 )
 from banaserve.nodes.places import AgentPlace
 from banaserve.nodes.relay import Relay
+from banaserve.nodes.server import client as clients
+from banaserve.nodes.server.client import NodeClient
 from waiting import until
 
 OVERHEAD_BYTES = len(msgspec.msgpack.encode(Data(7, bytes(1 << 19)))) - (1 << 19)
@@ -220,7 +220,7 @@ def test_a_stall_of_the_whole_machine_does_not_count_as_silence() -> None:
         for _ in range(3):
             asyncio.get_running_loop().call_soon(time.sleep, 0.5)  # both sides run in this loop
             await asyncio.sleep(0.55)
-            await link.send(NodePrepared())
+            await link.send(Done())
 
     async def run() -> None:
         async with door(stall_between_messages) as port:
@@ -228,7 +228,7 @@ def test_a_stall_of_the_whole_machine_does_not_count_as_silence() -> None:
             ends = await asyncio.open_connection("127.0.0.1", port, ssl=tls, server_hostname="")
             link = NodeLink(*ends, "the node", silent_s=0.3)
             for _ in range(3):
-                assert await link.receive() == NodePrepared()
+                assert await link.receive() == Done()
             await link.close()
 
     asyncio.run(run())
@@ -247,7 +247,7 @@ def test_a_node_that_prepares_may_be_silent_for_longer(monkeypatch: pytest.Monke
         await link.send(SessionOpened("1", "/tmp", (), 0, 1))
         await link.receive()
         await stand_still(link, 0.6)
-        await link.send(NodePrepared())
+        await link.send(Done())
         await until_gone(link)
 
     async def run() -> None:

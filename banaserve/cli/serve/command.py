@@ -28,7 +28,7 @@ from banaserve.frontdoor.lifecycle.listening_socket import FrontSocket
 from banaserve.frontdoor.page.records import page_link
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.sizes import parse_size
-from banaserve.nodes.options import NodeOptions
+from banaserve.nodes.server.options import NodeOptions
 from banaserve.orchestrator.control.move_policies import registry as migration_policies
 from banaserve.orchestrator.control.routing import registry
 from banaserve.orchestrator.control.turn import ControlLimits, Mode

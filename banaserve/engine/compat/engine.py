@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
+import copy
 import functools
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -16,6 +18,7 @@ from vllm.v1.engine import (
     EngineCoreRequest,
     FinishReason,
 )
+from vllm.v1.engine import core as vllm_core
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -31,6 +34,7 @@ from vllm.v1.metrics.stats import (
     SchedulerStats,
 )
 from vllm.v1.outputs import LogprobsLists
+from vllm.v1.structured_output import StructuredOutputManager
 
 from banaserve.base.config import Budget
 from banaserve.contracts.rpc.engine_api import CoreApi
@@ -41,7 +45,6 @@ from banaserve.engine.compat.requests import RequestOutput
 from banaserve.engine.continuation import output_of
 
 __all__ = [
-    "PRE_IMPORTED",
     "AsyncLLM",
     "EngineCore",
     "EngineCoreOutput",
@@ -59,24 +62,6 @@ __all__ = [
     "RequestOutputCollector",
     "RequestStateStats",
     "SchedulerStats",
-    "add_utility",
-    "adopt",
-    "call_utility",
-    "drop",
-    "forget",
-    "install_continuation",
-    "install_notes_utility",
-    "mark_dead",
-    "on_wake",
-    "output_tokens",
-    "override_kernels",
-    "put_first_token",
-    "register",
-    "request_state",
-    "run_engine_core",
-    "send",
-    "start_output_handler",
-    "submit",
 ]
 
 PRE_IMPORTED = (
@@ -327,6 +312,53 @@ def _put_back(grammars: Any, request: Any, tokens: Sequence[int]) -> None:
             return
 
 
+class BackendsByRequest(StructuredOutputManager):
+    """Manager that compiles each grammar with the backend that the front door found for it.
+
+    vLLM's manager keeps the backend of its first request: the grammars that an engine can compile
+    would depend on its earlier requests, and differ between the engines of a request's legs. All
+    backends fill masks of the same form.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        super().__init__(vllm_config)
+        self._backends: dict[str | None, Any] = {}
+        self._choosing = threading.RLock()
+
+    def grammar_init(self, request: Any) -> None:
+        if request.structured_output_request is None:
+            return
+        name = _backend_name(request)
+        with self._choosing:
+            self.backend = self._backends.get(name)
+            super().grammar_init(request)  # makes the backend where there is none
+            self._backends[name] = self.backend
+
+    def _create_grammar(self, request: Any) -> Any:
+        """Compile on a thread, while ``grammar_init`` may handle other requests."""
+        chosen = copy.copy(self)
+        with self._choosing:
+            chosen.backend = self._backends.get(_backend_name(request), self.backend)
+        return StructuredOutputManager._create_grammar(chosen, request)
+
+    def clear_backend(self) -> None:
+        backends = [one for one in self._backends.values() if one is not self.backend]
+        self._backends.clear()
+        super().clear_backend()
+        for one in backends:
+            one.destroy()
+
+
+def _backend_name(request: Any) -> str | None:
+    name: str | None = request.sampling_params.structured_outputs._backend
+    return name
+
+
+def install_backends() -> None:
+    """Make engine cores of this process compile grammars with the backend of each request."""
+    vllm_core.StructuredOutputManager = BackendsByRequest  # type: ignore[misc]
+
+
 def add_utility(name: str, utility: Callable[..., Any]) -> None:
     """Make engine cores of this process answer ``call_utility(name)``.
 
@@ -335,9 +367,10 @@ def add_utility(name: str, utility: Callable[..., Any]) -> None:
     setattr(EngineCore, name, utility)
 
 
-def install_budget_utility() -> None:
-    """Make engine cores of this process accept another budget between two steps."""
+def install_utilities() -> None:
+    """Make engine cores of this process accept another budget, and return notes of requests."""
     add_utility(CoreApi.banaserve_set_budget.__name__, _set_budget)
+    add_utility(CoreApi.banaserve_notes.__name__, _notes)
 
 
 def on_wake(woke: Callable[[], None]) -> None:
@@ -375,11 +408,6 @@ def _set_budget(core: EngineCore, num_tokens: int, num_requests: int) -> Budget:
     if (connector := _store_connector(core)) is not None:
         connector.limit_steps(scheduler.max_num_scheduled_tokens)
     return Budget(scheduler.max_num_scheduled_tokens, scheduler.max_num_active_reqs)
-
-
-def install_notes_utility() -> None:
-    """Make engine cores of this process return their connector's notes of requests."""
-    add_utility(CoreApi.banaserve_notes.__name__, _notes)
 
 
 @implements(CoreApi.banaserve_notes)

@@ -32,16 +32,11 @@ __all__ = [
     "MLAAttentionSpec",
     "MambaSpec",
     "Request",
-    "batch_copier",
-    "block_hasher",
-    "cpu_instruction_set",
     "generate_block_hash_extra_keys",
     "get_hash_fn_by_name",
     "get_request_block_hasher",
     "hash_block_tokens",
     "init_none_hash",
-    "rehash",
-    "write_latents",
 ]
 
 

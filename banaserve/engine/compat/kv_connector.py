@@ -18,14 +18,12 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.outputs import KVConnectorOutput
 
 __all__ = [
-    "ConnectorBase",
     "KVConnectorMetadata",
     "KVConnectorOutput",
     "KVConnectorRole",
     "KVConnectorStats",
     "KVConnectorWorkerMetadata",
     "SupportsHMA",
-    "get_kv_transfer_group",
     "get_tensor_model_parallel_rank",
     "has_kv_transfer_group",
 ]

@@ -7,7 +7,7 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 
-__all__ = ["LLM", "EngineArgs", "SamplingParams", "running_requests", "scheduler_connector"]
+__all__ = ["LLM", "EngineArgs", "SamplingParams"]
 
 
 def running_requests(engine: Any) -> list[Any]:

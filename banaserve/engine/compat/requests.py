@@ -9,7 +9,6 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams, SamplingType
 
 __all__ = [
-    "END_TOKENS",
     "GracefulHTTPError",
     "LoRARequest",
     "PoolingParams",

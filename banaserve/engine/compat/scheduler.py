@@ -24,16 +24,6 @@ __all__ = [
     "RequestQueue",
     "Scheduler",
     "SchedulerOutput",
-    "cached_tokens",
-    "check_first_come",
-    "grow_pool",
-    "hold_blocks",
-    "install_states",
-    "pool_usage",
-    "release_blocks",
-    "restart_requests",
-    "shrink_pool",
-    "use_waiting_queue",
 ]
 
 

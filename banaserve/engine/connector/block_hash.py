@@ -7,7 +7,7 @@ quantization, overrides, attention layout and hash seed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -272,8 +272,3 @@ class TailHasher:
     @cached_property
     def _hasher(self) -> Callable[[compat.Request], list[Any]]:
         return compat.block_hasher(self._config, self._block_size)
-
-
-def chain(keys: Sequence[bytes]) -> list[tuple[bytes, bytes | None]]:
-    """Return each key with its parent, so that the store can evict children before parents."""
-    return [(key, keys[i - 1] if i else None) for i, key in enumerate(keys)]

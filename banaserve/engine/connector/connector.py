@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,11 +31,8 @@ from banaserve.engine.connector.cache_groups import CacheGroups, pages
 from banaserve.engine.connector.latent_layout import check_latents
 from banaserve.engine.connector.metadata import (
     ConnectorOptions,
-    MappedCopies,
-    StepPlan,
     StepResult,
     TransferStats,
-    stats_from_wire,
 )
 from banaserve.engine.connector.scheduler_side.scheduler import StoreConnectorScheduler
 from banaserve.engine.connector.states import chunk_end
@@ -48,10 +43,9 @@ from banaserve.kvstore.client.leftovers import still_held
 from banaserve.kvstore.gate.cost_gate import CostGate
 
 if TYPE_CHECKING:
-    from banaserve.engine.compat.attention import ForwardContext
     from banaserve.engine.compat.kv_cache import KVCacheBlocks, KVCacheConfig
+    from banaserve.engine.compat.runner.attention import ForwardContext
     from banaserve.engine.compat.scheduler import Request, SchedulerOutput
-    from banaserve.engine.connector.worker_side.block_copy import BlockCopier
 
 logger = logging.getLogger(__name__)
 _CONNECT_WITHIN_S = 30.0
@@ -64,11 +58,14 @@ class StoreConnector(ConnectorBase):
 
     Attributes:
         client_name: Name of this instance at the store.
+        socket: Path of the store's socket.
         gate: Cost gate; decides in the scheduler's role, and learns nothing in the worker's role.
         holds_saves: True while layers run without being saved: other tokens of the step follow.
+        worker_class: Class of the worker's side; that of a measurement may be another.
     """
 
     holds_saves = False
+    worker_class = StoreConnectorWorker
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -82,10 +79,10 @@ class StoreConnector(ConnectorBase):
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None, "vLLM makes a connector for a configuration with one only"
         options = ConnectorOptions.of(transfer.kv_connector_extra_config)
-        options = replace(options, socket=os.environ.get(STORE_VARIABLE, options.socket))
+        self.socket = os.environ.get(STORE_VARIABLE, options.socket)
         self.client_name = os.environ.get(INSTANCE_VARIABLE, f"engine-{os.getpid()}")
         client = StoreClient(
-            options.socket,
+            self.socket,
             self.fingerprint,
             client_name=self.client_name,
             num_writers=vllm_config.parallel_config.tensor_parallel_size,
@@ -109,9 +106,7 @@ class StoreConnector(ConnectorBase):
             else None
         )
         self._worker = (
-            StoreConnectorWorker(client, self._share(), options)
-            if role is KVConnectorRole.WORKER
-            else None
+            self.worker_class(client, self._share()) if role is KVConnectorRole.WORKER else None
         )
 
     def _share(self) -> RankShare:
@@ -135,21 +130,24 @@ class StoreConnector(ConnectorBase):
 
     # ---- scheduler
 
+    @property
+    def _planner(self) -> StoreConnectorScheduler:
+        """The scheduler's side; in the scheduler's role only."""
+        assert self._scheduler is not None
+        return self._scheduler
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        assert self._scheduler is not None
-        return self._scheduler.match(request, num_computed_tokens), False
+        return self._planner.match(request, num_computed_tokens), False
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        assert self._scheduler is not None
-        self._scheduler.allocated(request, blocks, num_external_tokens)
+        self._planner.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        assert self._scheduler is not None
-        return self._scheduler.plan(scheduler_output)
+        return self._planner.plan(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         done = connector_output.kv_connector_worker_meta
@@ -159,8 +157,7 @@ class StoreConnector(ConnectorBase):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        assert self._scheduler is not None
-        self._scheduler.finished(request.request_id)
+        self._planner.finished(request.request_id)
         return False, None
 
     @property
@@ -175,70 +172,60 @@ class StoreConnector(ConnectorBase):
 
     def limit_steps(self, num_tokens: int) -> None:
         """Limit the tokens of later steps to ``num_tokens``; in the scheduler's role only."""
-        assert self._scheduler is not None
-        self._scheduler.ahead.max_tokens = num_tokens
+        self._planner.ahead.max_tokens = num_tokens
 
     def notes_of(self, names: list[str]) -> EngineAnswer:
         """Return the notes of the named requests; in the scheduler's role only.
 
         The list of a request that is unknown, or not kept any more, is empty.
         """
-        assert self._scheduler is not None
-        return self._scheduler.notes.answer(names)
+        return self._planner.notes.answer(names)
 
     # ---- worker
 
     @property
     def worker(self) -> StoreConnectorWorker:
-        """The worker's side, for measurements; in the worker's role only."""
+        """The worker's side; in the worker's role only."""
         assert self._worker is not None
         return self._worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        assert self._worker is not None
         names = self.kv_cache_config.kv_cache_groups[self._groups.attention].layer_names
         if self.keeps_states:
             rows = pages(self.kv_cache_config, kv_caches)
-            self._worker.register(names, rows, self._page_bytes)
+            self.worker.register(names, rows, self._page_bytes)
             return
         caches = {name: kv_caches[name] for name in names}
         if self.fingerprint.attention == "mla":
             attentions = self._config.compilation_config.static_forward_context
             for name, cache in caches.items():
                 check_latents(attentions[name], cache, self._config.model_config.dtype)
-        self._worker.register(names, list(caches.values()), self._page_bytes)
+        self.worker.register(names, list(caches.values()), self._page_bytes)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        assert self._worker is not None
-        self._worker.begin_step(self._plan())
+        self.worker.begin_step(self.step_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        assert self._worker is not None
-        self._worker.start_loads(self._plan())
+        self.worker.start_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        assert self._worker is not None
-        self._worker.wait_for_load(layer_name)
+        self.worker.wait_for_load(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        assert self._worker is not None
         if self.has_connector_metadata() and not self.holds_saves:
-            self._worker.save_layer(layer_name, self._plan())
+            self.worker.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        assert self._worker is not None
-        self._worker.end_step(self._plan())
+        self.worker.end_step()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        assert self._worker is not None
-        return self._worker.take_failed_blocks()
+        return self.worker.take_failed_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        assert self._worker is not None
-        return self._worker.done(self._plan())
+        return self.worker.done()
 
     def get_kv_connector_stats(self) -> TransferStats | None:
         side = self._worker or self._scheduler
@@ -247,7 +234,7 @@ class StoreConnector(ConnectorBase):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats | None:
-        return stats_from_wire(data)
+        return TransferStats(data=data) if data else None
 
     def reset_cache(self) -> bool:
         """Drop all blocks in the store, of all clients; return whether pool and tiers are empty."""
@@ -262,37 +249,6 @@ class StoreConnector(ConnectorBase):
         if self._worker is not None:
             self._worker.close()
         self._client.close()
-
-    def wrap_copier(self, wrap: Callable[[BlockCopier], BlockCopier]) -> None:
-        """Send the worker's copies through another copier from now on."""
-        assert self._worker is not None
-        self._worker.wrap_copier(wrap)
-
-    def slots_to_fill(self) -> MappedCopies:
-        """Return this step's saves, which a guest with some of the layers makes for the worker."""
-        assert self._worker is not None
-        return self._worker.slots_to_fill(self._plan())
-
-    def saved_elsewhere(self, layer_names: Sequence[str], seconds: float) -> None:
-        """Record that a guest has saved these layers to the slots of ``slots_to_fill``.
-
-        Replaces the save hooks of these layers.
-
-        Args:
-            seconds: Time that the copies of all these layers took.
-        """
-        assert self._worker is not None
-        self._worker.saved_elsewhere(layer_names, seconds)
-
-    def abandon_step(self) -> None:
-        """Commit no save of the step under way, or of the next step if none is under way."""
-        assert self._worker is not None
-        self._worker.abandon_step()
-
-    def _plan(self) -> StepPlan:
-        plan = self.step_metadata
-        assert isinstance(plan, StepPlan)
-        return plan
 
 
 class StatesConnector(StoreConnector, SupportsHMA):

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from banaserve.kvstore.wire import MAX_READERS
 
 _KEY = "banaserve_handover"
-_TO = "banaserve_push_to"
-_FROM = "banaserve_pushed_from"
-_HOLD = "banaserve_hold"
-_READER = "banaserve_reader"
-_MAX_HOLD = 2**63 - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Handover:
+class Handover(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Facts that a leg is told about the other legs of its request.
 
     Attributes:
@@ -38,49 +33,21 @@ class Handover:
 
     leaves_tail: bool = False
     push_to: str = ""
-    tokens: int | None = None
+    tokens: Annotated[int, msgspec.Meta(gt=0)] | None = None
     is_stored: bool = False
-    hold: int = 0
-    num_readers: int = 1
-    reader: int = 0
+    hold: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+    num_readers: Annotated[int, msgspec.Meta(ge=1, le=MAX_READERS)] = 1
+    reader: Annotated[int, msgspec.Meta(ge=0, lt=MAX_READERS)] = 0
     pushed_from: str = ""
 
     @classmethod
     def of(cls, kv_transfer_params: Mapping[str, Any] | None) -> Handover:
         """Read a request's ``kv_transfer_params``; anything unknown counts as no handover."""
-        params = kv_transfer_params or {}
-        value = params.get(_KEY)
-        hold, reader = _number(params, _HOLD, _MAX_HOLD), _number(params, _READER, MAX_READERS - 1)
-        if value == "prefill":
-            return cls(
-                leaves_tail=True, push_to=_text(params, _TO), hold=hold, num_readers=reader + 1
-            )
-        if value == "stored":
-            return cls(is_stored=True)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            pushed_from = _text(params, _FROM)
-            return cls(tokens=value, hold=hold, reader=reader, pushed_from=pushed_from)
-        return cls()
+        try:
+            return msgspec.convert((kv_transfer_params or {}).get(_KEY, {}), cls)
+        except msgspec.ValidationError:
+            return cls()
 
     def to_params(self) -> dict[str, Any]:
-        # For a prefill leg it is the index of the last reader.
-        reader = self.num_readers - 1 if self.leaves_tail else self.reader
-        said: dict[str, Any] = {_HOLD: self.hold} if self.hold else {}
-        if self.hold and reader:
-            said[_READER] = reader
-        if self.pushed_from:
-            said[_FROM] = self.pushed_from
-        if self.leaves_tail:
-            return {**said, _KEY: "prefill", **({_TO: self.push_to} if self.push_to else {})}
-        return {**said, _KEY: "stored" if self.is_stored else self.tokens}
-
-
-def _text(params: Mapping[str, Any], name: str) -> str:
-    said = params.get(name)
-    return said if isinstance(said, str) else ""
-
-
-def _number(params: Mapping[str, Any], name: str, most: int) -> int:
-    """Return a parameter's number from 0 to ``most``; 0 for anything else."""
-    said = params.get(name)
-    return said if isinstance(said, int) and 0 <= said <= most else 0
+        """Return ``kv_transfer_params`` with this handover."""
+        return {_KEY: msgspec.to_builtins(self)}

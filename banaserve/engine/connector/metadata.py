@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from banaserve.base.errors import StoreUnavailableError, UserError
@@ -23,34 +24,20 @@ from banaserve.kvstore.leases import Slot
 from banaserve.kvstore.pool import Numbers, PoolView
 from banaserve.orchestrator.control.model.calibration import StepWork
 
-_ARRANGEMENTS = ("pipelined", "serial")
 
-
-@dataclass(frozen=True, slots=True)
-class ConnectorOptions:
+class ConnectorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of one engine's connector.
-
-    The last five are for measurements; their defaults suit serving.
 
     Attributes:
         socket: Path of the store's socket.
         salt: Salt of the block keys; deployments with different salts never share blocks.
         cost_gate: True if only the part of a prefix that shortens its step is fetched; otherwise
             all of it.
-        arrangement: "pipelined" fetches layer i+1 and saves layer i-1 while layer i computes;
-            "serial" fetches everything before the forward pass and saves everything after it.
-        load_bytes_per_s: Maximum speed of fetches; 0 for no limit.
-        save_bytes_per_s: Maximum speed of saves; 0 for no limit.
-        trace: True to record when each layer was fetched, computed and saved.
     """
 
     socket: str
     salt: str = ""
     cost_gate: bool = True
-    arrangement: str = "pipelined"
-    load_bytes_per_s: float = 0.0
-    save_bytes_per_s: float = 0.0
-    trace: bool = False
 
     @classmethod
     def of(cls, extra_config: Mapping[str, Any]) -> ConnectorOptions:
@@ -59,26 +46,14 @@ class ConnectorOptions:
         Raises:
             UserError: An option is unknown or of the wrong type, or the socket is missing.
         """
-        defaults = {field.name: field.default for field in fields(cls)}
         for name in extra_config:
-            check_known("option of the store's connector", name, defaults)
+            check_known("option of the store's connector", name, cls.__struct_fields__)
         if not extra_config.get("socket"):
             raise UserError("the store's connector needs the option socket: the store's socket")
-        options = cls(**{name: _checked(name, value) for name, value in extra_config.items()})
-        check_known("arrangement", options.arrangement, _ARRANGEMENTS)
-        return options
-
-
-def _checked(name: str, value: Any) -> Any:
-    if name in ("cost_gate", "trace"):
-        fits = isinstance(value, bool)
-    elif name.endswith("_per_s"):
-        fits = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
-    else:
-        fits = isinstance(value, str)
-    if not fits:
-        raise UserError(f"the store's connector cannot use {name}={value!r}")
-    return value
+        try:
+            return msgspec.convert(dict(extra_config), cls)
+        except msgspec.ValidationError as wrong:
+            raise UserError(f"the store's connector cannot use its options: {wrong}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,10 +173,6 @@ class ConnectorCounters:
         with self._lock:
             taken, self._data = self._data, {}
         return TransferStats(data=taken) if taken else None
-
-
-def stats_from_wire(data: dict[str, Any] | None) -> TransferStats | None:
-    return TransferStats(data=data) if data else None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from banaserve.base.errors import InstanceDeadError, MigrationError, UserError
-from banaserve.frontdoor.error_answers import error_response
+from banaserve.frontdoor.edge.refusals import error_response
 
 PREFIX = "/admin"
 _MAX_WAIT_S = 30.0

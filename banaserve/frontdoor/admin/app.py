@@ -21,10 +21,9 @@ from banaserve.contracts.migration_api import (
 from banaserve.frontdoor.admin.answers import PREFIX, answer, route
 from banaserve.frontdoor.admin.control import Control, control_routes
 from banaserve.frontdoor.admin.live import LivePage, live_routes
-from banaserve.frontdoor.admin.old_names import renamed, with_old_names
 from banaserve.frontdoor.admin.operations import operation_routes
 from banaserve.frontdoor.admin.traces import Traces, trace_routes
-from banaserve.frontdoor.edge.authenticated import mark_authenticated
+from banaserve.frontdoor.edge.place import mark_authenticated
 from banaserve.frontdoor.edge.refusals import refuse
 from banaserve.frontdoor.middleware.admission import BodyLimit
 from banaserve.serving.moves.coordinator import Coordinator
@@ -32,7 +31,6 @@ from banaserve.serving.moves.guest_sharing import share
 from banaserve.serving.moves.status import placement_of
 
 _MAX_BODY_BYTES = 1 << 20
-_migrations: msgspec.json.Decoder[MigrationRequest] = msgspec.json.Decoder(MigrationRequest)
 
 
 class AdminMiddleware:
@@ -92,7 +90,9 @@ def admin_app(
     """Return the endpoints without the key check, those of the optional parts where given."""
     routes = [
         route("/placement", _placement, coordinator, control),
-        *operation_routes("migrations", "migration", coordinator, _migrations, coordinator.begin),
+        *operation_routes(
+            "migrations", "migration", coordinator, MigrationRequest, coordinator.begin
+        ),
         route("/overlap", _overlap, coordinator, method="POST"),
         route("/share", _share, coordinator, method="POST"),
         route("/expert-load", _expert_load, coordinator, method="POST"),
@@ -110,12 +110,12 @@ async def _placement(coordinator: Coordinator, control: Control | None, _: Reque
     found = await placement_of(coordinator)
     if control is not None:
         found = msgspec.structs.replace(found, nodes=control.nodes.nodes())
-    return answer(with_old_names(found))
+    return answer(found)
 
 
 async def _overlap(coordinator: Coordinator, request: Request) -> Response:
-    ask = msgspec.json.decode(renamed(await request.body()), type=OverlapRequest)
-    return answer(with_old_names(await coordinator.overlap(ask)))
+    ask = msgspec.json.decode(await request.body(), type=OverlapRequest)
+    return answer(await coordinator.overlap(ask))
 
 
 async def _share(coordinator: Coordinator, request: Request) -> Response:

@@ -11,7 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from banaserve.contracts.control_api import NodeRequest, PauseRequest, RoleRequest, ScaleRequest
+from banaserve.contracts.control_api import (
+    NodeRequest,
+    PauseRequest,
+    RoleRequest,
+    ScaleRequest,
+    ServerStatus,
+)
 from banaserve.contracts.instances import NodeChange, RoleChange, Scaling
 from banaserve.contracts.restart_api import RestartRequest
 from banaserve.frontdoor.admin.answers import answer, last_of, route, wait_s_of
@@ -42,6 +48,20 @@ class Control:
     restarts: RollingRestarts
     nodes: NodeChanges
 
+    def status(self, coordinator: Coordinator, *, with_nodes: bool = True) -> ServerStatus:
+        """Return instances, operations and the controller; with or without the nodes."""
+        return status_of(
+            self.executor.view(),
+            coordinator,
+            self.roles,
+            self.scaler,
+            self.restarts,
+            self.nodes if with_nodes else None,
+            self.controller.status(),
+            self.routing,
+            time.time(),
+        )
+
     async def begin_role(self, ask: RoleRequest) -> RoleChange:
         return self.roles.begin(
             ask.instance, ask.role, ask.timeout_s, step_tokens=ask.max_num_batched_tokens
@@ -66,51 +86,22 @@ def control_routes(control: Control, coordinator: Coordinator) -> list[Route]:
         route("/drains/{id}", _drain_begin, control, method="POST"),
         route("/drains/{id}", _drain_show, control),
         route("/drains/{id}", _drain_release, control, method="DELETE"),
-        *operation_routes(
-            "roles",
-            "role switch",
-            control.roles,
-            msgspec.json.Decoder(RoleRequest),
-            control.begin_role,
-        ),
-        *operation_routes(
-            "scalings",
-            "scaling",
-            control.scaler,
-            msgspec.json.Decoder(ScaleRequest),
-            control.begin_scaling,
-        ),
         route("/nodes", _nodes, control),
+        *operation_routes("roles", "role switch", control.roles, RoleRequest, control.begin_role),
         *operation_routes(
-            "node-changes",
-            "change of nodes",
-            control.nodes,
-            msgspec.json.Decoder(NodeRequest),
-            control.begin_node_change,
+            "scalings", "scaling", control.scaler, ScaleRequest, control.begin_scaling
         ),
         *operation_routes(
-            "restarts",
-            "restart",
-            control.restarts,
-            msgspec.json.Decoder(RestartRequest),
-            control.restarts.begin,
+            "node-changes", "change of nodes", control.nodes, NodeRequest, control.begin_node_change
+        ),
+        *operation_routes(
+            "restarts", "restart", control.restarts, RestartRequest, control.restarts.begin
         ),
     ]
 
 
 async def _status(control: Control, coordinator: Coordinator, _: Request) -> Response:
-    found = status_of(
-        control.executor.view(),
-        coordinator,
-        control.roles,
-        control.scaler,
-        control.restarts,
-        control.nodes,
-        control.controller.status(),
-        control.routing,
-        time.time(),
-    )
-    return answer(found)
+    return answer(control.status(coordinator))
 
 
 async def _nodes(control: Control, _: Request) -> Response:

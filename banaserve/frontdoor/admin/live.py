@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from http import HTTPStatus
 
@@ -18,7 +17,6 @@ from banaserve.contracts.migration_api import UnitModules
 from banaserve.frontdoor.admin.answers import PREFIX
 from banaserve.frontdoor.admin.control import Control
 from banaserve.frontdoor.admin.page_access import PageAccess
-from banaserve.frontdoor.admin.status import status_of
 from banaserve.frontdoor.edge.refusals import refuse
 from banaserve.frontdoor.metrics import StoreStatsReader
 from banaserve.frontdoor.page.figures import WINDOW_S
@@ -72,17 +70,7 @@ class LivePage:
         """Return everything that the page shows."""
         control, coordinator = self._control, self._coordinator
         stats = await self._store.stats() if self._store is not None else None
-        status = status_of(
-            control.executor.view(),
-            coordinator,
-            control.roles,
-            control.scaler,
-            control.restarts,
-            None,
-            control.controller.status(),
-            control.routing,
-            time.time(),
-        )
+        status = control.status(coordinator, with_nodes=False)
         away = {
             host.id: [
                 modules_away(_plain(unit.modules), unit.at, str(unit.modules))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
+from types import UnionType
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,7 +25,7 @@ def operation_routes(
     plural: str,
     noun: str,
     operations: Operations[Any],
-    decoder: msgspec.json.Decoder[A],
+    kind: type[A] | UnionType,
     begin: Callable[[A], Awaitable[OperationState]],
 ) -> list[Route]:
     """Return routes: ``GET``, ``POST /admin/PLURAL`` and ``GET``, ``DELETE /admin/PLURAL/ID``.
@@ -34,7 +35,7 @@ def operation_routes(
 
     Args:
         noun: Name of one operation, for the message that there is no such one.
-        decoder: Decoder of the body of a POST.
+        kind: Type of the body of a POST.
         begin: Function that begins an operation; raises ``MigrationError`` if it refuses.
     """
 
@@ -42,7 +43,7 @@ def operation_routes(
         return answer(operations.recent())
 
     async def begin_one(request: Request) -> Response:
-        ask = decoder.decode(await request.body())
+        ask = msgspec.json.decode(await request.body(), type=kind)
         return answer(await begin(ask), HTTPStatus.ACCEPTED)
 
     async def show(request: Request) -> Response:

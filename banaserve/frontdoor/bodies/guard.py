@@ -1,15 +1,21 @@
-"""Guard of requests' bodies: bounds bodies, and parses long ones off the event loop."""
+"""Guard of requests' bodies: bounds bodies, and parses long ones off the event loop.
+
+Endpoints use the body that has been parsed (``take_parsed_bodies``).
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
+from fastapi import FastAPI
+from fastapi.routing import APIRoute, request_response
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -22,6 +28,7 @@ from banaserve.frontdoor.bodies.bounds import (
     read_outline,
     validation_s,
 )
+from banaserve.frontdoor.bodies.grammar_checker import GrammarChecker
 from banaserve.frontdoor.bodies.grammars import GrammarSpec, grammars_of
 from banaserve.frontdoor.bodies.pace import ValidationPace
 from banaserve.frontdoor.bodies.shape import measure
@@ -37,18 +44,6 @@ _MAX_HELD_OBJECT_BYTES = 2**30
 _NOT_JSON = ("multipart/", "application/x-www-form-urlencoded", "application/octet-stream")
 
 
-class ChecksGrammars(Protocol):
-    """Checker that tries grammars before an engine has to compile them."""
-
-    async def check(self, specs: Sequence[GrammarSpec]) -> None:
-        """Return if each grammar compiles, or is wrong in a way that vLLM itself reports.
-
-        Raises:
-            BodyRefusedError: A grammar takes too long or too much memory.
-        """
-        ...
-
-
 class BodyGuard:
     """Middleware that refuses bodies of too many objects and grammars too costly to compile.
 
@@ -62,7 +57,7 @@ class BodyGuard:
         self,
         app: ASGIApp,
         bounds: RequestBounds,
-        grammars: ChecksGrammars | None,
+        grammars: GrammarChecker | None,
         max_held_object_bytes: int = _MAX_HELD_OBJECT_BYTES,
         pace: ValidationPace | None = None,
     ) -> None:
@@ -183,3 +178,28 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
         return waiting.pop() if waiting else await receive()
 
     return replay
+
+
+class ParsedRequest(Request):
+    """A request that returns its body's JSON as the guard has parsed it, if it has."""
+
+    async def json(self) -> Any:
+        if PARSED in self.scope:
+            return self.scope[PARSED]
+        return await super().json()
+
+
+def take_parsed_bodies(app: FastAPI) -> None:
+    """Let the endpoints of ``app`` use the body that ``BodyGuard`` has parsed."""
+    for route in app.routes:
+        if isinstance(route, APIRoute) and route.body_field is not None:
+            route.app = request_response(_from_parsed(route.get_route_handler()))
+
+
+def _from_parsed(
+    handle: Callable[[Request], Coroutine[Any, Any, Response]],
+) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    async def handle_parsed(request: Request) -> Response:
+        return await handle(ParsedRequest(request.scope, request.receive))
+
+    return handle_parsed

@@ -1,13 +1,29 @@
-"""Place of a connection at the edge: its entry in the table and its client's unread data."""
+"""Place of a connection at the edge: its entry in the table, and the mark of a valid key."""
 
 from __future__ import annotations
 
 from asyncio import Transport
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+
+from starlette.types import Scope
 
 from banaserve.base.net.stalled_writes import StalledWrites, num_unread_bytes
 from banaserve.frontdoor.edge.edge import Edge, EdgeConnection
 from banaserve.frontdoor.edge.refusals import note
+
+_MARK = "banaserve.authenticated"
+
+
+def offer_mark(scope: Scope, mark: Callable[[], None]) -> None:
+    """Store ``mark`` in ``scope``, for the middleware that checks the request's key to call."""
+    scope[_MARK] = mark
+
+
+def mark_authenticated(scope: Scope) -> None:
+    """Call the mark in ``scope``: the request has shown a valid key, or needs none."""
+    mark = scope.get(_MARK)
+    if mark is not None:
+        mark()
 
 
 class EdgePlace:

@@ -1,4 +1,4 @@
-"""Refusals of the front door: an answer in OpenAI's error form, a count, and a line in the log."""
+"""Refusals of the front door: answers in OpenAI's error form, a count, and a line in the log."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import logging
 from http import HTTPStatus
 
 from prometheus_client import Counter
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from banaserve.base.net.refusal_log import RefusalLog
-from banaserve.frontdoor.error_answers import error_response
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +20,24 @@ REFUSED = Counter(
     ["cause", "status"],
 )
 _log = RefusalLog(logger.warning)
+
+
+def error_response(
+    status: HTTPStatus,
+    message: str,
+    headers: dict[str, str] | None = None,
+    code: str | None = None,
+) -> JSONResponse:
+    """Return ``{"error": {message, type, code}}``; without ``code``, the status is the code."""
+    said = {"message": message, "type": status.phrase, "param": None, "code": code or status}
+    return JSONResponse({"error": said}, status_code=status, headers=headers)
+
+
+async def answer_engines_died(_: Request, error: Exception) -> JSONResponse:
+    """Return a 500 that OpenAI's clients do not retry, unlike other 500 answers."""
+    return error_response(
+        HTTPStatus.INTERNAL_SERVER_ERROR, str(error), {"x-should-retry": "false"}, "engines_died"
+    )
 
 
 def refuse(

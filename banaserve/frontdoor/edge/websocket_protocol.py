@@ -7,9 +7,8 @@ from typing import Any
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from banaserve.frontdoor.edge.authenticated import offer_mark
 from banaserve.frontdoor.edge.edge import Edge
-from banaserve.frontdoor.edge.place import EdgePlace
+from banaserve.frontdoor.edge.place import EdgePlace, offer_mark
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):

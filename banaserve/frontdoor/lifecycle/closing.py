@@ -10,7 +10,7 @@ from http import HTTPStatus
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from banaserve.frontdoor.error_answers import error_response
+from banaserve.frontdoor.edge.refusals import error_response
 
 _RETRY_AFTER_S = 1
 _READY = "/ready"

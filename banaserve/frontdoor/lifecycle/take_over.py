@@ -16,21 +16,18 @@ import socket
 import struct
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal
 
 import msgspec
 
 from banaserve.base.errors import BanaServeError, UserError
+from banaserve.frontdoor.lifecycle.listening_socket import Say, bind
 
 _ANSWER_S = 10.0
+_FREE_AGAIN_S, _POLL_S = 10.0, 0.1
 _MAX_MESSAGE_BYTES = 4096
 _CREDENTIALS = struct.Struct("iII")
 logger = logging.getLogger(__name__)
-M = TypeVar("M", bound=msgspec.Struct)
-
-
-class Ask(msgspec.Struct, frozen=True, tag=True):
-    """Message: the claimant will want the socket."""
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):
@@ -48,23 +45,14 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
-class Take(msgspec.Struct, frozen=True, tag=True):
-    """Message: the claimant can serve."""
+Word = Literal["ask", "take", "given", "serves", "retired"]
+"""Messages without content, in their order.
 
-
-class Given(msgspec.Struct, frozen=True, tag=True):
-    """Message that carries the socket itself."""
-
-
-class Serves(msgspec.Struct, frozen=True, tag=True):
-    """Message: the claimant accepts connections; the running server is to accept no more."""
-
-
-class Retired(msgspec.Struct, frozen=True, tag=True):
-    """Message: the server that was running accepts no more connections."""
-
-
-Message = Ask | Offer | Refusal | Take | Given | Serves | Retired
+A claimant asks, and gets an offer or a refusal; takes the socket once it can serve, and is given
+it; reports that it serves, and is told that the other server has retired: it accepts no more
+connections.
+"""
+Message = Offer | Refusal | Word
 _encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
@@ -89,11 +77,10 @@ def _decoded(said: bytes) -> Message:
         raise ClaimLostError(f"the other server says what nobody knows: {wrong}") from wrong
 
 
-def _read(said: bytes, kind: type[M]) -> M:
+def _expect(said: bytes, due: Word) -> None:
     message = _decoded(said)
-    if not isinstance(message, kind):
-        raise ClaimLostError(f"{type(message).__name__} came and {kind.__name__} was due")
-    return message
+    if message != due:
+        raise ClaimLostError(f"{message} came and {due} was due")
 
 
 class SocketOffer:
@@ -153,7 +140,7 @@ class SocketOffer:
                 return
             try:
                 async with asyncio.timeout(_ANSWER_S):
-                    await self._next(connection, Ask)
+                    await self._expect(connection, "ask")
                 await self._hand_over(connection, pid)
             except (ClaimLostError, OSError, TimeoutError) as lost:
                 logger.warning("process %d does not take the front door over: %s", pid, lost)
@@ -166,40 +153,49 @@ class SocketOffer:
         try:
             connection.send(_encode(self._offer))
             # The claimant's engines start meanwhile, so this wait has no timeout.
-            await self._next(connection, Take)
-            socket.send_fds(connection, [_encode(Given())], [self._listening.fileno()])
-            await self._next(connection, Serves)
+            await self._expect(connection, "take")
+            socket.send_fds(connection, [_encode("given")], [self._listening.fileno()])
+            await self._expect(connection, "serves")
             self.taker = pid
             self.taken.set()
             await self.retired.wait()
-            connection.send(_encode(Retired()))
+            connection.send(_encode("retired"))
         finally:
             if not self.taken.is_set():
                 self._claimant = 0
 
-    async def _next(self, connection: socket.socket, kind: type[M]) -> M:
+    async def _expect(self, connection: socket.socket, due: Word) -> None:
         loop = asyncio.get_running_loop()
-        return _read(await loop.sock_recv(connection, _MAX_MESSAGE_BYTES), kind)
+        _expect(await loop.sock_recv(connection, _MAX_MESSAGE_BYTES), due)
 
 
 class SocketClaim:
-    """A claim on the listening socket of a running server.
+    """Socket of a running server, claimed at the start and taken once this server can serve.
+
+    If the running server ends before that, its address is bound as at any other start.
 
     Args:
         path: Path of the Unix socket on which the running server offers its socket.
+        host, port: Address that the socket must have.
 
     Attributes:
         offer: Offer of the running server.
 
     Raises:
-        UserError: No server offers its socket there, or the server is another user's or refuses.
+        UserError: No server offers its socket there, the server is another user's or refuses, or
+            the socket has another address.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, host: str, port: int) -> None:
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connection.settimeout(_ANSWER_S)
         try:
             self.offer = self._claimed(path)
+            if (self.offer.host, self.offer.port) != (host, port):
+                raise UserError(
+                    f"--take-over: the running server listens on {self.offer.host}:"
+                    f"{self.offer.port} and not on {host}:{port}: give its --host and --port"
+                )
         except BaseException:
             self.close()
             raise
@@ -210,12 +206,14 @@ class SocketClaim:
             self._connection.connect(str(path))
             if peer_of(self._connection)[1] != os.getuid():
                 raise UserError("--take-over: that server is another user's")
-            self._connection.send(_encode(Ask()))
-            said = self._connection.recv(_MAX_MESSAGE_BYTES)
-            refusal = _decoded(said)
-            if isinstance(refusal, Refusal):
-                raise UserError(f"--take-over: {refusal.why}: wait for its end")
-            return _read(said, Offer)
+            self._connection.send(_encode("ask"))
+            match _decoded(self._connection.recv(_MAX_MESSAGE_BYTES)):
+                case Offer() as offer:
+                    return offer
+                case Refusal(why):
+                    raise UserError(f"--take-over: {why}: wait for its end")
+                case word:
+                    raise ClaimLostError(f"{word} came and an offer was due")
         except PermissionError:
             raise UserError("--take-over: that server is another user's") from None
         except TimeoutError:
@@ -224,18 +222,6 @@ class SocketClaim:
             raise UserError(f"{nothing} ({error.strerror})") from error
         except ClaimLostError as lost:
             raise UserError(f"{nothing}: {lost}") from lost
-
-    def check(self, host: str, port: int) -> None:
-        """Check that the offered socket is bound to this address.
-
-        Raises:
-            UserError: The socket has another address.
-        """
-        if (self.offer.host, self.offer.port) != (host, port):
-            raise UserError(
-                f"--take-over: the running server listens on {self.offer.host}:{self.offer.port} "
-                f"and not on {host}:{port}: give its --host and --port"
-            )
 
     def check_scheme(self, scheme: str) -> None:
         """Check that clients of the running server can go on with this one.
@@ -249,29 +235,63 @@ class SocketClaim:
                 f"one would serve {scheme}: give both TLS (--ssl-certfile), or neither"
             )
 
+    async def obtain(self, say: Say) -> socket.socket:
+        """Return the socket; the running server still accepts connections on it.
+
+        Raises:
+            UserError: The running server has ended and its address cannot be bound.
+        """
+        try:
+            return await asyncio.to_thread(self.take)
+        except ClaimLostError as lost:
+            say(f"nothing to take over ({lost}): listening anew")
+            logger.warning("nothing to take over: %s", lost)
+            return await self._bound()
+
+    async def serves(self, say: Say) -> None:
+        """Tell the running server to retire; return when it accepts no more connections."""
+        try:
+            await asyncio.to_thread(self.report)
+        except ClaimLostError as lost:
+            logger.warning("the other server may still accept connections: %s", lost)
+        else:
+            say(f"took the front door over from process {self.offer.pid}")
+
+    async def _bound(self) -> socket.socket:
+        """Bind the address, with retries: the ended server's engines may still hold its socket."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + _FREE_AGAIN_S
+        while True:
+            try:
+                return bind(self.offer.host, self.offer.port)
+            except UserError:
+                if loop.time() >= deadline_s:
+                    raise
+            await asyncio.sleep(_POLL_S)
+
     def take(self) -> socket.socket:
-        """Return the listening socket. Blocking.
+        """Return the running server's socket. Blocking.
 
         Raises:
             ClaimLostError: The running server has ended, or sends no listening socket.
         """
         try:
-            self._connection.send(_encode(Take()))
+            self._connection.send(_encode("take"))
             said, numbers, _, _ = socket.recv_fds(
                 self._connection, _MAX_MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC
             )
         except OSError as gone:
             raise ClaimLostError(f"the other server has gone ({gone})") from gone
         try:
-            _read(said, Given)
+            _expect(said, "given")
             return _listening(numbers)
         except BaseException:
             for number in numbers:
                 os.close(number)
             raise
 
-    def serves(self) -> None:
-        """Tell the other server that this one accepts connections; return when it accepts no more.
+    def report(self) -> None:
+        """Report that this server accepts connections; return when the other accepts no more.
 
         Blocking.
 
@@ -280,8 +300,8 @@ class SocketClaim:
                 connections.
         """
         try:
-            self._connection.send(_encode(Serves()))
-            _read(self._connection.recv(_MAX_MESSAGE_BYTES), Retired)
+            self._connection.send(_encode("serves"))
+            _expect(self._connection.recv(_MAX_MESSAGE_BYTES), "retired")
         except OSError as gone:
             raise ClaimLostError(f"the other server has gone ({gone})") from gone
 

@@ -21,7 +21,7 @@ from banaserve.base.access.tenants import (
     is_tenant_name,
     tenant_terms,
 )
-from banaserve.frontdoor.edge.authenticated import mark_authenticated
+from banaserve.frontdoor.edge.place import mark_authenticated
 from banaserve.frontdoor.edge.refusals import note, refuse
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version", "/metrics"})
@@ -108,7 +108,7 @@ class KeyMiddleware:
         self, digest: bytes, scope: Scope, receive: Receive, send: Send
     ) -> None:
         header = Headers(scope=scope).get("authorization", "")
-        if _is_key(header, digest) or self._known(header) is not None:
+        if secrets.compare_digest(_given(header), digest) or self._known(header) is not None:
             await self._app(scope, receive, send)
             return
         refusal = refuse(
@@ -120,13 +120,11 @@ class KeyMiddleware:
         await refusal(scope, receive, send)
 
     def _known(self, header: str) -> _Holder | None:
-        scheme, _, key = header.partition(" ")
-        given = _digest(key)
-        found = None
+        given, found = _given(header), None
         for holder in self._holders:
             if secrets.compare_digest(given, holder.digest):
                 found = holder
-        return found if scheme.lower() == "bearer" else None
+        return found
 
 
 def _answer_over(over: OverLimit) -> Response:
@@ -154,9 +152,10 @@ def _is_metrics(scope: Scope) -> bool:
     return path == "/metrics" or path.startswith("/metrics/")
 
 
-def _is_key(header: str, digest: bytes) -> bool:
+def _given(header: str) -> bytes:
+    """Return the digest of the key in an ``Authorization`` header; empty for another scheme."""
     scheme, _, key = header.partition(" ")
-    return secrets.compare_digest(_digest(key), digest) and scheme.lower() == "bearer"
+    return _digest(key) if scheme.lower() == "bearer" else b""
 
 
 def _digest(key: str) -> bytes:

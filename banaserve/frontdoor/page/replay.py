@@ -111,14 +111,12 @@ def read_decisions(lines: Iterable[bytes], name: str) -> list[DecisionRecord]:
 def _decoded(line: bytes, place: str) -> DecisionRecord:
     try:
         version = msgspec.json.decode(line, type=_Version).version
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"{place}: no decision, but {error}") from None
-    if version != DECISION_LOG_VERSION:
-        raise UserError(
-            f"{place}: of {f'version {version}' if version else 'a log without a version'}, while "
-            f"this banaserve reads version {DECISION_LOG_VERSION}: use the one that wrote it"
-        )
-    try:
+        if version != DECISION_LOG_VERSION:
+            shown = f"version {version}" if version else "a log without a version"
+            raise UserError(
+                f"{place}: of {shown}, while this banaserve reads version {DECISION_LOG_VERSION}: "
+                "use the one that wrote it"
+            )
         record = msgspec.json.decode(line, type=DecisionRecord)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{place}: no decision, but {error}") from None

@@ -29,6 +29,12 @@ from banaserve.kvstore.stats import StoreStats
 _ENDED_SHOWN = 8
 _COPIED = ("precopy_bytes", "commit_bytes", "weight_bytes")
 
+_KINDS: Mapping[type, str] = {
+    HeadsModules: "heads",
+    ContextModules: "context",
+    ExpertsModules: "experts",
+}
+
 Mark = tuple[object, ...]
 
 
@@ -120,14 +126,7 @@ def _line_progress(line: MoveLine) -> MoveProgress:
 
 def modules_away(modules: UnitModules, at: str, words: str) -> ModulesAway:
     """Return the record of a unit that is away."""
-    kind = "layers"
-    if isinstance(modules, HeadsModules):
-        kind = "heads"
-    elif isinstance(modules, ContextModules):
-        kind = "context"
-    elif isinstance(modules, ExpertsModules):
-        kind = "experts"
-    return ModulesAway(kind, at, words, spans_of(modules))
+    return ModulesAway(_KINDS.get(type(modules), "layers"), at, words, spans_of(modules))
 
 
 def spans_of(modules: UnitModules) -> list[ShownLayers]:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 
 from banaserve.base.platform.cpu_features import ask_for_amx
-from banaserve.engine.compat import model as compat
 from banaserve.engine.compat.config import VllmConfig, set_current_vllm_config
+from banaserve.engine.compat.runner import model as compat
 from banaserve.engine.process_groups import share_group
 from banaserve.migration.guest.throttle import run_low_priority
 from banaserve.migration.modules.partial_model import device_of

@@ -18,8 +18,8 @@ from banaserve.base.errors import BanaServeError, GuestLostError, MigrationError
 from banaserve.base.fail_points import FailPoint, reach
 from banaserve.contracts.move_phase import ModelGeometry, MovePhase
 from banaserve.engine.compat import runner_hooks
-from banaserve.engine.compat.experts import experts_of
-from banaserve.engine.compat.graphs import graphs_of
+from banaserve.engine.compat.runner.experts import experts_of
+from banaserve.engine.compat.runner.graphs import graphs_of
 from banaserve.engine.migration_settings import MigrationSettings
 from banaserve.migration import checks
 from banaserve.migration.host.move import Move

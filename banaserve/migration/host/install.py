@@ -8,18 +8,18 @@ from typing import Any, cast
 from banaserve.base.errors import MigrationError
 from banaserve.contracts.rpc.engine_api import CoreApi, PoolResize, PoolStatus
 from banaserve.contracts.rpc.typed_rpc import implements
-from banaserve.engine.compat import model as compat
 from banaserve.engine.compat import runner_hooks
 from banaserve.engine.compat.config import VllmConfig
 from banaserve.engine.compat.engine import EngineCore, add_utility
-from banaserve.engine.compat.kv_connector import get_kv_transfer_group, has_kv_transfer_group
+from banaserve.engine.compat.kv_connector import get_kv_transfer_group
+from banaserve.engine.compat.runner import model as compat
 from banaserve.engine.connector.worker_side.block_copy import BlockCopier
 from banaserve.engine.migration_settings import MigrationSettings, settings_of
 from banaserve.migration import checks
 from banaserve.migration.host.host import MigrationHost
 from banaserve.migration.host.recovery import AsyncPoolScheduler, PoolScheduler
 from banaserve.migration.kv.host_kv import HostKv
-from banaserve.migration.kv.store_copier import StoreCopier
+from banaserve.migration.kv.store_copier import StoreCopier, store_worker
 from banaserve.migration.modules.attention_backend import kernels_for
 from banaserve.migration.modules.paged_attention import take_kernels
 from banaserve.migration.ranks import Ranks
@@ -132,10 +132,8 @@ def _become_host(
 def _join_store(runner: Any) -> None:
     """Direct the store's copies to the guests that layers have moved to."""
     host = runner_hooks.host_of(runner)
-    if not isinstance(host, MigrationHost) or not has_kv_transfer_group():
-        return
-    connector = get_kv_transfer_group()
-    if not hasattr(connector, "wrap_copier"):
+    worker = store_worker()
+    if not isinstance(host, MigrationHost) or worker is None:
         return
 
     def wrap(inner: BlockCopier) -> BlockCopier:
@@ -146,11 +144,13 @@ def _join_store(runner: Any) -> None:
             host.step_context.dirty_blocks,
             host.placement.where_is,
             host.placement.older_blocks,
-            connector.worker.part,
-            lambda lost: connector.abandon_step(),
+            worker.part,
+            lambda lost: worker.abandon_step(),
         )
 
-    connector.wrap_copier(wrap)
+    worker.wrap_copier(wrap)
     if host.settings.guest_saves and runner.device.type == "cpu" and host.ranks.is_alone:
-        socket, name = connector.worker.options.socket, connector.client_name
-        host.engine.store = StorePlace(socket, name, connector.fingerprint)
+        connector = get_kv_transfer_group()
+        host.engine.store = StorePlace(
+            connector.socket, connector.client_name, connector.fingerprint
+        )

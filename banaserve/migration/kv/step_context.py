@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from banaserve.engine.compat import runner_hooks
-from banaserve.engine.compat.attention import CommonAttentionMetadata
+from banaserve.engine.compat.runner.attention import CommonAttentionMetadata
 from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(CommonAttentionMetadata))

@@ -17,6 +17,7 @@ import torch
 from banaserve.base.errors import GuestLostError
 from banaserve.engine.compat.kv_connector import get_kv_transfer_group, has_kv_transfer_group
 from banaserve.engine.connector.worker_side.block_copy import BlockCopier, Copy, EndedCopy
+from banaserve.engine.connector.worker_side.worker import StoreConnectorWorker
 from banaserve.kvstore.pool import Numbers, PoolView
 from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker, RemoteBlocks
 from banaserve.migration.kv.host_kv import HostKv, KvRun
@@ -37,6 +38,12 @@ def _connector() -> Any | None:
         return None
     connector = get_kv_transfer_group()
     return connector if connector.has_connector_metadata() else None
+
+
+def store_worker() -> StoreConnectorWorker | None:
+    """Return the worker's side of the store's connector; None with another connector or none."""
+    found = getattr(get_kv_transfer_group(), "worker", None) if has_kv_transfer_group() else None
+    return found if isinstance(found, StoreConnectorWorker) else None
 
 
 def wait_for_loads(names: Iterable[str]) -> None:
@@ -61,7 +68,7 @@ def slots_to_fill() -> SlotCopies | None:
     connector = _connector()
     if connector is None:
         return None
-    found = connector.slots_to_fill()
+    found = connector.worker.slots_to_fill()
     if found.view is None:
         return None
     blocks = tuple(copy.block_id for copy in found.copies)
@@ -73,7 +80,7 @@ def saved_elsewhere(names: Sequence[str], seconds: float) -> None:
     """Tell the connector that a guest saved these layers' blocks of this step, in ``seconds``."""
     connector = _connector()
     if connector is not None:
-        connector.saved_elsewhere(names, seconds)
+        connector.worker.saved_elsewhere(names, seconds)
 
 
 def hold_saves(hold: bool) -> None:
@@ -84,8 +91,8 @@ def hold_saves(hold: bool) -> None:
 
 def abandon_step() -> None:
     """Keep everything that this step computes out of the store."""
-    if has_kv_transfer_group() and hasattr(get_kv_transfer_group(), "abandon_step"):
-        get_kv_transfer_group().abandon_step()
+    if (worker := store_worker()) is not None:
+        worker.abandon_step()
 
 
 class StoreCopier:

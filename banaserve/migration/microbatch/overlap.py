@@ -11,7 +11,7 @@ from torch import nn
 
 from banaserve.base.config import MAX_MICROBATCHES
 from banaserve.base.errors import MigrationError
-from banaserve.engine.compat.attention import get_forward_context
+from banaserve.engine.compat.runner.attention import get_forward_context
 from banaserve.migration.kv.step_context import StepContext
 from banaserve.migration.microbatch.pipeline import (
     Pipeline,

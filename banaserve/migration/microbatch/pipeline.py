@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from banaserve.base.errors import GuestLostError
-from banaserve.engine.compat.attention import (
+from banaserve.engine.compat.runner.attention import (
     CommonAttentionMetadata,
     ForwardContext,
     override_forward_context,

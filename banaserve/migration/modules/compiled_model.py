@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from banaserve.engine.compat.model import leave_graphs
+from banaserve.engine.compat.runner.model import leave_graphs
 from banaserve.migration.modules.step_graphs import StepGraphs
 
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from banaserve.base.errors import GuestLostError
-from banaserve.engine.compat.attention import CommonAttentionMetadata
+from banaserve.engine.compat.runner.attention import CommonAttentionMetadata
 from banaserve.kernels.interface import Batch, PartialAttention
 from banaserve.kernels.registry import pick
 from banaserve.migration.kv.dirty_blocks import RemoteBlocks

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from banaserve.engine.compat import graphs
+from banaserve.engine.compat.runner import graphs
 
 Given = Mapping[str, Any]
 

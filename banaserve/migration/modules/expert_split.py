@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from banaserve.base.errors import GuestLostError
-from banaserve.engine.compat.attention import get_forward_context
-from banaserve.engine.compat.experts import (
+from banaserve.engine.compat.runner.attention import get_forward_context
+from banaserve.engine.compat.runner.experts import (
     RoutedExperts,
     compute_experts,
     join_shared_experts,

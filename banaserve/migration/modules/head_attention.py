@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from banaserve.engine.compat.attention import (
+from banaserve.engine.compat.config import VllmConfig
+from banaserve.engine.compat.runner.attention import (
     CommonAttentionMetadata,
     metadata_builder,
     new_attention,
 )
-from banaserve.engine.compat.config import VllmConfig
 from banaserve.kernels.interface import Kernels
 from banaserve.kernels.layouts import key_value_views
 from banaserve.migration.modules.paged_attention import (

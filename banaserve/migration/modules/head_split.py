@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from banaserve.base.errors import GuestLostError
-from banaserve.engine.compat.attention import some_heads
 from banaserve.engine.compat.config import VllmConfig
+from banaserve.engine.compat.runner.attention import some_heads
 from banaserve.kernels.interface import Heads
 from banaserve.migration.kv.step_context import StepContext
 from banaserve.migration.kv.unit_location import UnitLocation

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from banaserve.base.errors import GuestLostError
-from banaserve.engine.compat.attention import get_forward_context
+from banaserve.engine.compat.runner.attention import get_forward_context
 from banaserve.migration.kv import store_copier
 from banaserve.migration.modules.eager_break import call_in_break
 from banaserve.migration.modules.remote_layers import RemoteLayers

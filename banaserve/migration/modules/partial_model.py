@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from banaserve.base.errors import MigrationError
-from banaserve.engine.compat import model as compat
-from banaserve.engine.compat.attention import (
+from banaserve.engine.compat.config import VllmConfig, set_current_vllm_config
+from banaserve.engine.compat.runner import model as compat
+from banaserve.engine.compat.runner.attention import (
     CommonAttentionMetadata,
     metadata_builder,
     set_default_torch_dtype,
     set_forward_context,
 )
-from banaserve.engine.compat.config import VllmConfig, set_current_vllm_config
-from banaserve.engine.compat.model import PPMissingLayer, get_model_loader
+from banaserve.engine.compat.runner.model import PPMissingLayer, get_model_loader
 from banaserve.engine.migration_settings import MigrationSettings, settings_of
 from banaserve.kernels.interface import Kernels
 from banaserve.migration.modules.attention_backend import kernels_for

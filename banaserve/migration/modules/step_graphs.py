@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from banaserve.engine.compat.graphs import RunnerGraphs
+from banaserve.engine.compat.runner.graphs import RunnerGraphs
 from banaserve.migration.kv.device_wait import no_wait
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from banaserve.base.errors import MigrationError, ProtocolError
 from banaserve.contracts.migration_api import MoveExperts, Return
 from banaserve.contracts.move_phase import ModelGeometry
 from banaserve.engine.compat.config import VllmConfig
-from banaserve.engine.compat.experts import (
+from banaserve.engine.compat.runner.experts import (
     RoutedExperts,
     experts_of,
     set_num_experts,

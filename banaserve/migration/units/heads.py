@@ -11,8 +11,8 @@ import torch
 from banaserve.base.types import Module
 from banaserve.contracts.migration_api import MoveHeads, Return
 from banaserve.contracts.move_phase import ModelGeometry
-from banaserve.engine.compat.attention import CommonAttentionMetadata
 from banaserve.engine.compat.config import VllmConfig
+from banaserve.engine.compat.runner.attention import CommonAttentionMetadata
 from banaserve.migration import checks
 from banaserve.migration.kv.step_context import common_from
 from banaserve.migration.modules.head_attention import HeadAttention, head_attention

@@ -6,11 +6,13 @@ and answers each with a line. All agents that it has placed end with it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -19,17 +21,9 @@ from banaserve.base.errors import UserError
 from banaserve.base.net.addresses import host_and_port
 from banaserve.base.platform.processes import die_with_parent
 from banaserve.base.types import InstanceId, Role
-from banaserve.nodes.assignment import NodeFacts, assign, no_room, room
-from banaserve.nodes.by_ray.places import (
-    AddAgent,
-    DropAgent,
-    FindAgent,
-    LookForNodes,
-    RayAnswer,
-    RayOrder,
-    RayRequest,
-)
+from banaserve.nodes.by_ray.places import RayAnswer, RayOrder, RayRequest
 from banaserve.nodes.places import AgentPlace
+from banaserve.nodes.server.assignment import NodeFacts, assign, no_room, room
 
 _HELD = ("PENDING", "PREPARED", "CREATED", "RESCHEDULING")
 _GROUP_S = 60.0
@@ -43,26 +37,41 @@ _PIN, _PINCH = "node:", 0.001
 actor to that node."""
 
 
+@dataclass
+class _Agent:
+    """Agent of a node.
+
+    Attributes:
+        bundle: Resources that it has from Ray; pinned to a node if the node has joined later.
+        group, index: Placement group and bundle of it; None where Ray has granted none.
+        actor: Actor that keeps the agent; None for an agent that is not needed.
+        host: Address of the node at which it was last found.
+    """
+
+    bundle: dict[str, float]
+    group: Any = None
+    index: int = 0
+    actor: Any = None
+    host: str = ""
+
+    @property
+    def is_pinned(self) -> bool:
+        return any(name.startswith(_PIN) for name in self.bundle)
+
+
 class RayAgents:
-    """Agents that Ray runs as actors, in a placement group with one bundle per node.
+    """Agents that Ray runs as actors, those of the start in one placement group.
 
     Args:
         ray: The module ``ray``.
-
-    Attributes:
-        bundles: Resources of each agent of the start.
     """
 
     def __init__(self, ray: Any, request: RayRequest) -> None:
         self._ray = ray
         self._request = request
-        self.bundles: list[dict[str, float]] = []
-        self._actors: list[Any] = []
-        self._hosts: dict[int, str] = {}
+        self._agents: list[_Agent] = []
         self._group: Any = None
-        self._groups: dict[int, Any] = {}
         self._known: set[str] = set()
-        self._leases: dict[str, int] = {}
 
     def connect(self) -> None:
         """Join the cluster.
@@ -82,54 +91,63 @@ class RayAgents:
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise UserError(f"--cluster {request.address}: {_one_line(error)}") from error
 
-    def place(self) -> list[AgentPlace | None]:
-        """Start the agents.
-
-        Returns:
-            Places of the agents; None for an agent that was dropped, or whose node has joined later
-            and is not there now.
+    def place(self) -> RayAnswer:
+        """Start the agents; return their places and resources.
 
         Raises:
             UserError: The nodes have no room.
         """
         request = self._request
         self._known = {node["NodeManagerAddress"] for node in self._alive()}
-        self.bundles = bundles = request.bundles or self._bundles()
+        bundles = request.bundles or self._bundles()
         if not bundles:
             raise UserError(f"--cluster {request.address}: none of its nodes has a CPU to lend")
-        self._group = self._granted(bundles)
-        for number, bundle in enumerate(bundles):
-            is_needed = number not in request.dropped
-            self._actors.append(self._actor(self._group, number, bundle) if is_needed else None)
-        first = [self._found(number) for number in range(len(bundles))]
-        return first + [self._placed_again(bundle) for bundle in request.added]
+        self._agents = [_Agent(bundle) for bundle in bundles]
+        first = [agent for agent in self._agents if not agent.is_pinned]
+        self._group = self._granted([agent.bundle for agent in first])
+        for index, agent in enumerate(first):
+            agent.group, agent.index = self._group, index
+            if index not in request.dropped:  # an agent of the start has the number of its bundle
+                agent.actor = self._actor(agent)
+        return RayAnswer([self._placed(number) for number in range(len(bundles))], bundles)
 
-    def _placed_again(self, bundle: dict[str, float]) -> AgentPlace | None:
-        """Start the agent of a node that has joined; no other node replaces that node."""
-        number = len(self._actors)
-        self._actors.append(None)
+    def _placed(self, number: int) -> AgentPlace | None:
+        """Return an agent's place at the start; None if it was dropped, or its node is not there.
+
+        No other node replaces a node that has joined later.
+        """
         if number in self._request.dropped:
             return None
+        if not self._agents[number].is_pinned:
+            return self.find(number, _AGENT_S)
+        with contextlib.suppress(UserError):
+            return self._started(number)
+        return None
+
+    def _started(self, number: int) -> AgentPlace:
+        """Start an agent, and wait for its place."""
+        agent = self._agents[number]
+        if agent.group is None:
+            agent.group = self._granted([agent.bundle])
+        agent.actor = self._actor(agent)
         try:
-            return self._start_added(number, bundle)
+            return self.find(number, _AGENT_S)
         except UserError:
-            return None
+            self.drop(number)
+            raise
 
-    def _found(self, number: int) -> AgentPlace | None:
-        return self.find(number, _AGENT_S) if self._actors[number] is not None else None
-
-    def _actor(self, group: Any, index: int, bundle: dict[str, float]) -> Any:
+    def _actor(self, agent: _Agent) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         from banaserve.nodes.by_ray.actor import AgentActor
 
         made = self._ray.remote(AgentActor).options(
-            num_cpus=bundle["CPU"],
-            num_gpus=bundle.get("GPU", 0),
+            num_cpus=agent.bundle["CPU"],
+            num_gpus=agent.bundle.get("GPU", 0),
             max_restarts=-1,
             max_task_retries=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
-                group, placement_group_bundle_index=index
+                agent.group, placement_group_bundle_index=agent.index
             ),
         )
         return made.remote(self._request.key)
@@ -149,42 +167,35 @@ class RayAgents:
                 f"Ray has no node {address}: it has {', '.join(alive)}; a node joins Ray with "
                 "`ray start --address`"
             )
-        if host in self._hosts.values():
+        there = [number for number, agent in enumerate(self._agents) if agent.host == host]
+        if any(self._agents[number].actor is not None for number in there):
             raise UserError(f"node {host} is one of this server's already")
         self._known.add(host)
-        if (number := self._leases.pop(host, -1)) >= 0:
-            self._actors[number] = self._actor(self._group, number, self.bundles[number])
-            return RayAnswer([self.find(number, _AGENT_S)], number=number)
+        if there:
+            return RayAnswer([self._started(there[0])], number=there[0])
         need, facts = self._request.need, _facts(alive[host])
         if (most := room(facts, need)) < 1:
             raise UserError(f"node {host} has no room: {no_room(facts, need)}")
         bundle = {"CPU": float(most), **_gpus(most * need.num_gpus), f"{_PIN}{host}": _PINCH}
-        self._actors.append(None)
+        number = len(self._agents)
+        self._agents.append(_Agent(bundle))
         try:
-            return RayAnswer([self._start_added(len(self._actors) - 1, bundle)], [bundle])
+            return RayAnswer([self._started(number)], [bundle], number)
         except UserError:
-            self._actors.pop()
-            raise
-
-    def _start_added(self, number: int, bundle: dict[str, float]) -> AgentPlace:
-        group = self._granted([bundle])
-        self._actors[number], self._groups[number] = self._actor(group, 0, bundle), group
-        try:
-            return self.find(number, _AGENT_S)
-        except UserError:
-            self.drop(number)
+            self._agents.pop()
             raise
 
     def drop(self, number: int) -> None:
         """End an agent for good; a node of the start stays leased until the driver ends."""
-        actor, self._actors[number] = self._actors[number], None
-        host = self._hosts.pop(number, "")
-        if host and number < len(self.bundles):
-            self._leases[host] = number
-        if actor is not None:
-            self._ray.kill(actor, no_restart=True)
-        if (group := self._groups.pop(number, None)) is not None:
-            _remove(group)
+        agent = self._agents[number]
+        if agent.actor is not None:
+            self._ray.kill(agent.actor, no_restart=True)
+        agent.actor = None
+        if agent.is_pinned:
+            agent.host = ""
+            if agent.group is not None:
+                self._ray.util.remove_placement_group(agent.group)
+            agent.group = None
 
     def gained(self) -> list[str]:
         """Return the addresses of nodes with CPUs that have appeared since the last call."""
@@ -202,20 +213,19 @@ class RayAgents:
         Raises:
             UserError: The agent has not been started yet, or Ray has no room for it.
         """
-        if (actor := self._actors[number]) is None:
+        agent = self._agents[number]
+        if agent.actor is None:
             raise UserError("Ray has no room for its agent any more")
         try:
-            host, port = self._ray.get(actor.address.remote(), timeout=timeout_s)
+            host, port = self._ray.get(agent.actor.address.remote(), timeout=timeout_s)
         except self._ray.exceptions.RayError as error:
             raise UserError(f"Ray has not started an agent: {_one_line(error)}") from error
-        self._hosts[number] = host
+        agent.host = host
         return AgentPlace(host, port)
 
     def is_known(self) -> bool:
         """Return whether Ray still knows the placement group: a restarted head does not."""
-        from ray.util.placement_group import placement_group_table
-
-        return placement_group_table(self._group).get("state") in _HELD
+        return self._ray.util.placement_group_table(self._group).get("state") in _HELD
 
     def _bundles(self) -> list[dict[str, float]]:
         """Return the resources of each agent, for the instances planned on its node."""
@@ -232,13 +242,11 @@ class RayAgents:
         ]
 
     def _granted(self, bundles: Sequence[dict[str, float]]) -> Any:
-        from ray.util.placement_group import placement_group
-
-        group = placement_group(list(bundles), strategy="STRICT_SPREAD")
+        group = self._ray.util.placement_group(list(bundles), strategy="STRICT_SPREAD")
         try:
             self._ray.get(group.ready(), timeout=_GROUP_S)
         except self._ray.exceptions.GetTimeoutError:
-            _remove(group)
+            self._ray.util.remove_placement_group(group)
             wanted = "; ".join(_resources(bundle) for bundle in bundles)
             free = _resources(self._ray.available_resources())
             raise UserError(
@@ -246,12 +254,6 @@ class RayAgents:
                 f"own; free in the whole cluster are {free}"
             ) from None
         return group
-
-
-def _remove(group: Any) -> None:
-    from ray.util.placement_group import remove_placement_group
-
-    remove_placement_group(group)
 
 
 def _check_answers(address: str) -> None:
@@ -310,14 +312,13 @@ def main() -> int:
         patience.start()
         agents.connect()
         patience.cancel()
-        answer(RayAnswer(agents.place(), agents.bundles))
+        answer(agents.place())
     except UserError as error:
         answer(RayAnswer(problem=str(error)))
         return 1
-    orders: msgspec.json.Decoder[RayOrder] = msgspec.json.Decoder(RayOrder)
     for line in sys.stdin.buffer:
         try:
-            answer(_obeyed(agents, orders.decode(line)))
+            answer(_obeyed(agents, msgspec.json.decode(line, type=RayOrder)))
         except UserError as error:
             if not agents.is_known():
                 return 1
@@ -326,15 +327,15 @@ def main() -> int:
 
 
 def _obeyed(agents: RayAgents, order: RayOrder) -> RayAnswer:
-    match order:
-        case FindAgent(number):
-            return RayAnswer([agents.find(number)])
-        case AddAgent(address):
-            return agents.add(address)
-        case DropAgent(number):
-            agents.drop(number)
+    match order.what:
+        case "find":
+            return RayAnswer([agents.find(order.number)])
+        case "add":
+            return agents.add(order.address)
+        case "drop":
+            agents.drop(order.number)
             return RayAnswer()
-        case LookForNodes():
+        case "look":
             return RayAnswer(gained=agents.gained())
 
 

@@ -9,13 +9,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from banaserve.base.errors import UserError
 from banaserve.base.types import InstanceId, Role
-from banaserve.nodes.assignment import InstanceNeed
 from banaserve.nodes.places import AgentPlace, NumberedPlace
+from banaserve.nodes.server.assignment import InstanceNeed
 
 logger = logging.getLogger(__name__)
 # Longer than the driver's own timeouts, and than Ray's processes wait for a lost head: a timeout
@@ -34,8 +35,8 @@ class RayRequest(msgspec.Struct, frozen=True):
         name: Name of the server, for Ray's tables.
         instances: Ids and role values of instances; empty for an agent on every node with a CPU.
         need: Resources that each instance needs.
-        bundles: Resources of each agent placed before; empty lets the driver plan them.
-        added: Resources of the agents of nodes that joined later, numbered after ``bundles``.
+        bundles: Resources of each agent placed before, those of nodes that joined later at the end;
+            empty lets the driver plan them.
         dropped: Numbers of agents that are no longer needed.
     """
 
@@ -45,33 +46,22 @@ class RayRequest(msgspec.Struct, frozen=True):
     instances: list[tuple[str, str]]
     need: InstanceNeed
     bundles: list[dict[str, float]] = []
-    added: list[dict[str, float]] = []
     dropped: list[int] = []
 
 
-class FindAgent(msgspec.Struct, frozen=True, tag=True):
-    """Query for the place of the agent with this number."""
+class RayOrder(msgspec.Struct, frozen=True):
+    """Each further line of the driver's input.
 
-    number: int
+    Attributes:
+        what: ``find`` an agent's place; ``add`` an agent; ``drop`` an agent for good; ``look`` for
+            nodes that Ray has gained since the last look.
+        number: Number of the agent to find or drop.
+        address: Address of Ray's node that gets the added agent.
+    """
 
-
-class AddAgent(msgspec.Struct, frozen=True, tag=True):
-    """Order to start one more agent, on Ray's node with this address."""
-
-    address: str
-
-
-class DropAgent(msgspec.Struct, frozen=True, tag=True):
-    """Order to end the agent with this number for good."""
-
-    number: int
-
-
-class LookForNodes(msgspec.Struct, frozen=True, tag=True):
-    """Query for the nodes that Ray has gained since the last query."""
-
-
-RayOrder = FindAgent | AddAgent | DropAgent | LookForNodes
+    what: Literal["find", "add", "drop", "look"]
+    number: int = 0
+    address: str = ""
 
 
 class RayAnswer(msgspec.Struct, frozen=True):
@@ -81,14 +71,14 @@ class RayAnswer(msgspec.Struct, frozen=True):
         places: Places of all agents, in the order of their numbers, or of the one agent of the
             order; None for an agent that is no longer needed, or whose node is not there.
         bundles: Resources with which agents were placed; empty if an agent reuses a dropped lease.
-        number: Number of the dropped agent whose lease is reused; -1 if there is none.
+        number: Number of the agent that was added.
         gained: Addresses of nodes that Ray has gained.
         problem: Reason why the order failed; empty if it succeeded.
     """
 
     places: list[AgentPlace | None] = []
     bundles: list[dict[str, float]] = []
-    number: int = -1
+    number: int = 0
     gained: list[str] = []
     problem: str = ""
 
@@ -132,25 +122,23 @@ class RayPlaces:
             if self._driver is None:
                 place = (await self._place())[number]
             else:
-                place = (await self._order(FindAgent(number), _FIND_S)).places[0]
+                place = (await self._ask(RayOrder("find", number), _FIND_S)).places[0]
         if place is None:
             raise UserError("Ray has not started its agent again: the node is not there")
         return place
 
     async def add(self, address: str) -> NumberedPlace:
         async with self._asking:
-            self._check_driver()
-            answer = await self._order(AddAgent(address), _PLACE_S)
+            if self._driver is None:
+                raise UserError(f"--cluster {self._request.address}: Ray is away at present")
+            answer = await self._ask(RayOrder("add", address=address), _PLACE_S)
             (place,) = answer.places
             assert place is not None
             request = self._request
-            if answer.number >= 0:
-                dropped = [number for number in request.dropped if number != answer.number]
-                self._request = msgspec.structs.replace(request, dropped=dropped)
-                return NumberedPlace(answer.number, place)
-            added = [*request.added, *answer.bundles]
-            self._request = msgspec.structs.replace(request, added=added)
-            return NumberedPlace(len(request.bundles) + len(request.added), place)
+            dropped = [number for number in request.dropped if number != answer.number]
+            bundles = [*request.bundles, *answer.bundles]
+            self._request = msgspec.structs.replace(request, bundles=bundles, dropped=dropped)
+            return NumberedPlace(answer.number, place)
 
     async def drop(self, number: int) -> None:
         async with self._asking:
@@ -159,7 +147,7 @@ class RayPlaces:
             self._request = msgspec.structs.replace(request, dropped=dropped)
             if self._driver is not None:
                 try:
-                    await self._order(DropAgent(number), _FIND_S)
+                    await self._ask(RayOrder("drop", number), _FIND_S)
                 except UserError as error:
                     logger.warning("a node that has left: %s", error)
 
@@ -168,17 +156,10 @@ class RayPlaces:
             if self._driver is None:
                 return []
             try:
-                return (await self._order(LookForNodes(), _FIND_S)).gained
+                return (await self._ask(RayOrder("look"), _FIND_S)).gained
             except UserError as error:
                 logger.warning("nodes that Ray gains: %s", error)
                 return []
-
-    def _check_driver(self) -> None:
-        if self._driver is None:
-            raise UserError(f"--cluster {self._request.address}: Ray is away at present")
-
-    async def _order(self, order: RayOrder, timeout_s: float) -> RayAnswer:
-        return await self._ask(msgspec.json.encode(order), timeout_s)
 
     async def _place(self) -> list[AgentPlace | None]:
         """Start a driver and let it place all agents."""
@@ -198,14 +179,14 @@ class RayPlaces:
         finally:
             os.close(log)
         try:
-            answer = await self._ask(msgspec.json.encode(self._request), _PLACE_S)
+            answer = await self._ask(self._request, _PLACE_S)
         except UserError:
             await self.close()  # the driver has placed nothing
             raise
         self._request = msgspec.structs.replace(self._request, bundles=answer.bundles)
         return answer.places
 
-    async def _ask(self, line: bytes, timeout_s: float) -> RayAnswer:
+    async def _ask(self, line: RayRequest | RayOrder, timeout_s: float) -> RayAnswer:
         """Send the driver a line, and return its answer.
 
         Raises:
@@ -216,7 +197,7 @@ class RayPlaces:
         assert driver.stdin is not None
         assert driver.stdout is not None
         try:
-            driver.stdin.write(line + b"\n")
+            driver.stdin.write(msgspec.json.encode(line) + b"\n")
             async with asyncio.timeout(timeout_s):
                 said = await driver.stdout.readline()
         except (TimeoutError, OSError):

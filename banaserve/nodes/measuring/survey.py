@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from banaserve.base.errors import ProtocolError
 from banaserve.base.net.addresses import written
@@ -21,6 +22,7 @@ from banaserve.nodes.messages import (
 )
 from banaserve.nodes.places import AgentPlace
 
+T = TypeVar("T", bound=NodeMessage)
 HERE = "this machine"
 _ANSWER_S = 60.0
 """Maximum time for an answer, in seconds: reading a large model from a slow disk takes long."""
@@ -79,40 +81,38 @@ async def inspected(
 ) -> NodeReport:
     """Return a report on the node at ``place``, without taking the node."""
     try:
-        answer = await _asked(place, credentials, asked)
-        now_s = time.time()
-        if not isinstance(answer, Inspected):
-            raise ProtocolError(f"it says {type(answer).__name__}")
+        found = await _asked(place, credentials, asked, Inspected)
     except (NodeLostError, ProtocolError) as error:
         return NodeReport(_name(place), None, problem=str(error))
-    return NodeReport(_name(place), answer, answer.time_s - now_s)
+    return NodeReport(_name(place), found, found.time_s - time.time())
 
 
 async def measured_from(
     source: AgentPlace, target: AgentPlace, credentials: ClusterCredentials
 ) -> LinkMeasured:
     """Let one node measure the link to another."""
+    question = MeasureLink(target.host, target.port)
     try:
-        answer = await _asked(source, credentials, MeasureLink(target.host, target.port))
-        if not isinstance(answer, LinkMeasured):
-            raise ProtocolError(f"it says {type(answer).__name__}")
+        return await _asked(source, credentials, question, LinkMeasured)
     except (NodeLostError, ProtocolError) as error:
         return LinkMeasured(problem=str(error))
-    return answer
 
 
 async def _asked(
-    place: AgentPlace, credentials: ClusterCredentials, question: NodeMessage
-) -> object:
+    place: AgentPlace, credentials: ClusterCredentials, question: NodeMessage, kind: type[T]
+) -> T:
     link = await connect(place.host, place.port, credentials)
     try:
         await link.send(question)
         async with asyncio.timeout(_ANSWER_S):
-            return await link.receive()
+            answer = await link.receive()
     except TimeoutError:
         raise NodeLostError(f"node {_name(place)} does not answer") from None
     finally:
         await link.close()
+    if not isinstance(answer, kind):
+        raise ProtocolError(f"it says {type(answer).__name__}")
+    return answer
 
 
 def _name(place: AgentPlace) -> str:

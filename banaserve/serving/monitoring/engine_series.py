@@ -10,10 +10,10 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.registry import Collector
 
 from banaserve.base.types import InstanceId
-from banaserve.engine.compat import clients
 from banaserve.engine.compat import engine as compat
 from banaserve.engine.compat.config import VllmConfig
 from banaserve.engine.compat.engine import IterationStats, MultiModalCacheStats, SchedulerStats
+from banaserve.engine.compat.front import clients
 from banaserve.serving.monitoring.leg_stats import IterationByLeg, Leg
 
 OF_PROMPTS = frozenset(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 from banaserve.base.clock import Clock
-from banaserve.engine.compat.nvml import NVML
+from banaserve.engine.compat.front.nvml import NVML
 
 logger = logging.getLogger(__name__)
 

@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 
 from banaserve.engine.compat import engine as compat
 from banaserve.engine.compat.requests import END_TOKENS, SamplingParams, SamplingType
-from banaserve.engine.continuation import HasExtraArgs
 
 _SEED_BITS = 62
 _OURS = "banaserve_"
 _TRANSFER = "kv_transfer_params"
 
 
-def take_client_args(params: HasExtraArgs) -> None:
+def take_client_args(params: Any) -> None:
     """Remove ``kv_transfer_params`` from a client's parameters, and reject banaserve's own keys.
 
     With the keys that instances use among themselves, a client could skip the cost gate, or have

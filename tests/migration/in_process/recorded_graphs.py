@@ -95,7 +95,7 @@ def recorded_graphs() -> Iterator[None]:
         patch.setattr(torch.cuda, "CUDAGraph", RecordedGraph)
         patch.setattr(f"{_STATE}.graph_capture", lambda device: contextlib.nullcontext())
         for name in (f"{_BREAKABLE}.weak_ref_tensor", f"{_BREAKABLE}.weak_ref_tensors",
-                     "banaserve.engine.compat.graphs.weak_ref_tensor"):  # fmt: skip
+                     "banaserve.engine.compat.runner.graphs.weak_ref_tensor"):  # fmt: skip
             patch.setattr(name, lambda tensor: tensor)
         attend = attention.unified_attention_with_output
         patch.setattr(

@@ -119,7 +119,7 @@ class Rig:
 
     def capture(self, sizes: Sequence[int]) -> None:
         """Capture graphs before the first request, as vLLM does on a GPU."""
-        from banaserve.engine.compat.graphs import graphs_of
+        from banaserve.engine.compat.runner.graphs import graphs_of
 
         graphs = graphs_of(self.core.model_executor.driver_worker.worker.model_runner)
         assert graphs is not None

@@ -45,12 +45,12 @@ def main() -> None:
     worker = get_kv_transfer_group().worker
     readable, fails, counts = worker._readable, False, {"loaded": 0, "lost": 0}
 
-    def some_lost(plan: Any, copies: Any) -> MappedCopies:
+    def some_lost(copies: Any) -> MappedCopies:
         find = MappedCopies.of
         if fails:
             MappedCopies.of = classmethod(lambda *_: MappedCopies())
         try:
-            found = readable(plan, copies)
+            found = readable(copies)
         finally:
             MappedCopies.of = find
         counts["loaded"] += len(found.copies)

@@ -13,7 +13,6 @@ from banaserve.base.clock import Clock
 from banaserve.contracts.trace_events import GateDecided, PromotionEnded, StoreAsked
 from banaserve.engine.compat import kv_cache as compat
 from banaserve.engine.connector.block_hash import TailHasher
-from banaserve.engine.connector.handover import Handover
 from banaserve.engine.connector.metadata import ConnectorCounters, StepResult
 from banaserve.engine.connector.scheduler_side.request_notes import ConnectorNotes
 from banaserve.engine.connector.scheduler_side.request_state import (
@@ -26,10 +25,9 @@ from banaserve.engine.connector.scheduler_side.request_state import (
 )
 from banaserve.engine.connector.scheduler_side.step_ahead import StepAhead
 from banaserve.engine.connector.states import block_ends, state_keys
-from banaserve.engine.continuation import output_of
 from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.gate.cost_gate import CostGate, Verdict
-from banaserve.kvstore.gate.prefix_cut import FetchWork, HeldPrefix, StepBeside
+from banaserve.kvstore.gate.prefix_cut import FetchWork, HeldPrefix
 from banaserve.kvstore.leases import Exchanged, Lookup
 from banaserve.kvstore.wire import MAX_KEYS
 
@@ -64,24 +62,21 @@ class _Planned:
 
 
 class EngineCostGate:
-    """Cost gate of one engine: decides for requests, and learns from the steps that have run.
+    """Cost gate of one engine, which learns from the steps that have run.
 
     Args:
-        gate: Cost gate that holds the predictors.
         block_size: Tokens per block.
         stats: Counters of decisions, predictions and outcomes.
+
+    Attributes:
+        costs: Cost gate that holds the predictors, and decides for requests.
     """
 
-    def __init__(self, gate: CostGate, block_size: int, stats: ConnectorCounters) -> None:
-        self._gate = gate
+    def __init__(self, costs: CostGate, block_size: int, stats: ConnectorCounters) -> None:
+        self.costs = costs
         self._block_size = block_size
         self._stats = stats
         self._planned: dict[int, _Planned] = {}
-
-    @property
-    def fetches_always(self) -> bool:
-        """True if blocks are fetched whatever the cost (``--kv-store-fetch always``)."""
-        return not self._gate.enabled
 
     def block_budget_s(self, first_block: int, num_tokens: int) -> float:
         """Return the seconds to compute one block of the prompt, for the tiers; 0 if unknown."""
@@ -89,21 +84,9 @@ class EngineCostGate:
         num_blocks = -(-(num_tokens - num_before) // self._block_size)
         if num_blocks <= 0:
             return 0.0
-        return self._gate.block_budget_s(
+        return self.costs.block_budget_s(
             num_blocks, FetchWork.of(num_tokens - num_before, num_before)
         )
-
-    def decide(
-        self, prefix: HeldPrefix, beside: StepBeside, *, handed_over: bool = False
-    ) -> Verdict:
-        """Decide how many blocks of ``prefix`` to fetch.
-
-        Args:
-            prefix: Blocks of the request that are in the pool.
-            beside: The step that the request joins, without the request itself.
-            handed_over: True if another instance computed the blocks for this one to fetch.
-        """
-        return self._gate.decide(prefix, beside, handed_over=handed_over)
 
     def count(self, verdict: Verdict, num_found: int) -> None:
         """Count a scheduled request by its verdict on the ``num_found`` blocks in the store."""
@@ -125,8 +108,8 @@ class EngineCostGate:
             work += FetchWork.of(num_tokens, num_before)
         if not work.tokens:
             return
-        compute_s = self._gate.compute.predict_pass(work)
-        fetch_s = self._gate.fetch.predict(num_loads) if num_loads else None
+        compute_s = self.costs.compute.predict_pass(work)
+        fetch_s = self.costs.fetch.predict(num_loads) if num_loads else None
         self._planned[step] = _Planned(work, compute_s, fetch_s)
         while len(self._planned) > _KEPT_STEPS:
             del self._planned[next(iter(self._planned))]
@@ -137,14 +120,14 @@ class EngineCostGate:
         if planned is None:
             return
         if done.compute_s is not None:
-            taught = self._gate.compute.observe(planned.work, done.compute_s)
+            taught = self.costs.compute.observe(planned.work, done.compute_s)
             if taught and planned.compute_s is not None:
                 self._stats.add(
                     predicted_compute_seconds=planned.compute_s,
                     measured_compute_seconds=done.compute_s,
                 )
         if done.fetched_blocks:
-            self._gate.fetch.observe(done.fetched_blocks, done.fetch_s)
+            self.costs.fetch.observe(done.fetched_blocks, done.fetch_s)
             if planned.fetch_s is not None:
                 self._stats.add(
                     predicted_fetch_seconds=planned.fetch_s, measured_fetch_seconds=done.fetch_s
@@ -224,41 +207,14 @@ class PrefixMatcher:
         assert tracked.promotion is not None
         return tracked.promotion.look(self._client.arrivals, now_s) is None
 
-    @staticmethod
-    def _has_run(request: compat.Request) -> bool:
-        """Return whether the request was preempted here: it has output beyond what it came with."""
-        return request.num_output_tokens > len(output_of(request.sampling_params))
-
-    @classmethod
-    def _handed_over(cls, request: compat.Request) -> int | None:
-        """Return the number of tokens that a prefill leg computed for this decode leg, or None."""
-        return None if cls._has_run(request) else Handover.of(request.kv_transfer_params).tokens
-
-    @classmethod
-    def _is_owed(cls, request: compat.Request) -> bool:
-        """Return whether the request was sent here because the store has or awaits its prompt."""
-        if cls._has_run(request):
-            return False
-        return Handover.of(request.kv_transfer_params).is_stored or (
-            cls._handed_over(request) is not None
-        )
-
-    @classmethod
-    def _goes_on(cls, request: compat.Request) -> bool:
-        """Return whether the request continues the output of another instance.
-
-        That instance may have died while it wrote blocks.
-        """
-        return bool(output_of(request.sampling_params)) and not cls._has_run(request)
-
-    def _tokens_to_look_up(self, request: compat.Request) -> int:
+    def _tokens_to_look_up(self, tracked: RequestState) -> int:
         """Return the number of tokens of the prefix to look up.
 
         A decode leg knows the tokens that its prefill leg computed; other requests look up all
         their tokens. With states, the prefix ends where the store has a state, before the last
         token, which is always computed.
         """
-        handed_over = self._handed_over(request)
+        request, handed_over = tracked.request, tracked.handed_over
         if not self._num_states:
             return min(handed_over or request.num_tokens, request.num_tokens)
         if handed_over is not None and handed_over < request.num_tokens:
@@ -283,18 +239,18 @@ class PrefixMatcher:
                 the first question.
         """
         request = tracked.request
-        covered = self._tokens_to_look_up(request)
+        covered = self._tokens_to_look_up(tracked)
         tail = self._tails.key(request, covered)
         keys = self._keys(request, covered, tail)
         tracked.prefix_tokens, tracked.prefix_blocks = covered, len(keys) - first
         # Where a prompt has more blocks than one call takes, the last ones are computed.
         keys = keys[first : first + MAX_KEYS]
-        if tracked.leaves_tail and covered != request.num_tokens:
+        if tracked.handover.leaves_tail and covered != request.num_tokens:
             tail = self._tails.key(request, request.num_tokens)
         offers = self._offers(tracked, first, tail)[:MAX_KEYS]
         held = tracked.lease
         # Blocks that were computed for this request are fetched at any cost, also from a tier.
-        is_owed = self._is_owed(request)
+        is_owed = tracked.is_owed
         block_s = 0.0 if is_owed else self._gate.block_budget_s(first, covered)
         answer = self._client.exchange(
             acquire=[] if request.skip_reading_prefix_cache else keys,
@@ -302,19 +258,19 @@ class PrefixMatcher:
             tenant=tracked.tenant,
             compute_block_s=block_s,
             hold=tracked.own_hold,
-            num_readers=tracked.num_readers,
+            num_readers=tracked.handover.num_readers,
         )
         tracked.has_hold = tracked.own_hold != 0
         if held is not None:
             self._client.release(held)
         tracked.lease, tracked.hits, tracked.first_hit = answer.lease, list(answer.slots), first
         pending_s = block_s * (len(answer.slots) - answer.num_ready)
-        if self._gate.fetches_always:
+        if not self._gate.costs.enabled:  # all is fetched, whatever the cost
             pending_s = LONGEST_WAIT_S
         tracked.promotion = PendingPromotion(
             answer.slots, answer.num_ready, now_s, answer.wait_s, pending_s
         )
-        may_be_written = is_owed or self._goes_on(request)
+        may_be_written = is_owed or tracked.goes_on
         is_written = may_be_written and self._is_being_written(keys, offers, answer)
         if until_s is None:
             until_s = now_s + (LONGEST_WAIT_S if is_written else UNDECIDED_FOR_S)
@@ -352,7 +308,7 @@ class PrefixMatcher:
         """
         fits_at_all = len(tracked.offers) <= self._client.num_slots
         is_prefill = answer.num_refused > 0 and tracked.has_hold
-        is_decode = answer.num_unfetched > 0 and bool(tracked.pushed_from)
+        is_decode = answer.num_unfetched > 0 and bool(tracked.handover.pushed_from)
         if not ((is_prefill or is_decode) and fits_at_all):
             return False
         if tracked.room_until_s is None:
@@ -401,7 +357,7 @@ class PrefixMatcher:
         can only read the store; other requests offer the blocks that they are about to compute.
         """
         request = tracked.request
-        leaves_tail = tracked.leaves_tail
+        leaves_tail = tracked.handover.leaves_tail
         hashes = request.block_hashes
         tracked.num_claimed = len(hashes)
         offers = full_block_offers(hashes, 0 if leaves_tail else first, self._block_size)
@@ -440,9 +396,7 @@ class PrefixMatcher:
             num_after,
             is_whole=bool(self._num_states),
         )
-        verdict = self._gate.decide(
-            prefix, self._ahead.beside(), handed_over=self._is_owed(tracked.request)
-        )
+        verdict = self._gate.costs.decide(prefix, self._ahead.beside(), handed_over=tracked.is_owed)
         self._notes.note(
             tracked.request.request_id,
             GateDecided(
@@ -481,7 +435,7 @@ class PrefixMatcher:
                 reserve=pairs,
                 tenant=tracked.tenant,
                 hold=tracked.own_hold,
-                num_readers=tracked.num_readers,
+                num_readers=tracked.handover.num_readers,
             ).reserved
             tracked.keep(offers, reserved)
 
@@ -521,7 +475,7 @@ class PrefixMatcher:
     def _end_hold(self, tracked: RequestState) -> None:
         if tracked.has_hold:
             tracked.has_hold = False
-            self._client.end_hold(tracked.hold, None, tracked.push_to)
+            self._client.end_hold(tracked.handover.hold, None, tracked.handover.push_to)
 
     def _abandon_saves(self, tracked: RequestState) -> None:
         if tracked.saves:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+import msgspec
+
 from banaserve.base.clock import Clock
 from banaserve.contracts.trace_events import (
     KEPT_REQUESTS,
@@ -25,78 +27,48 @@ _KEPT_STEPS = 64
 """Number of planned steps kept until the worker answers; there are never more under way."""
 
 
-@dataclass(slots=True)
-class _Span:
-    """Steps of one phase, each of which continues where the previous one ended."""
-
-    in_prompt: bool
-    first_step: int
-    last_step: int
-    num_steps: int
-    num_tokens: int
-    last_before: int
-    began_s: float
-    last_s: float
-    longest_gap_s: float = 0.0
-    fetched_blocks: int = 0
-    saved_blocks: int = 0
-
-    def event(self) -> StepsPlanned:
-        return StepsPlanned(
-            phase="prompt" if self.in_prompt else "decode",
-            first_step=self.first_step,
-            last_step=self.last_step,
-            num_steps=self.num_steps,
-            num_tokens=self.num_tokens,
-            took_s=self.last_s - self.began_s,
-            longest_gap_s=self.longest_gap_s,
-            fetched_blocks=self.fetched_blocks,
-            saved_blocks=self.saved_blocks,
-        )
-
-
 class _Record:
-    """Events of one request."""
+    """Events of one request.
 
-    __slots__ = ("events", "num_dropped", "prompt_tokens", "request_id", "span")
+    Attributes:
+        steps: Steps of the present phase, each of which continues where the previous one ended.
+    """
 
     def __init__(self, request_id: str, prompt_tokens: int) -> None:
         self.request_id = request_id
-        self.prompt_tokens = prompt_tokens
-        self.events: list[tuple[float, EngineEvent | _Span]] = []
-        self.num_dropped = 0
-        self.span: _Span | None = None
+        self.steps: StepsPlanned | None = None
+        self._prompt_tokens = prompt_tokens
+        self._events: list[tuple[float, EngineEvent]] = []
+        self._num_dropped = 0
+        self._began_s = self._last_s = 0.0
+        self._last_before = 0
 
-    def add(self, at_s: float, event: EngineEvent | _Span) -> None:
-        if len(self.events) < MAX_EVENTS:
-            self.events.append((at_s, event))
+    def add(self, at_s: float, event: EngineEvent) -> None:
+        if len(self._events) < MAX_EVENTS:
+            self._events.append((at_s, event))
         else:
-            self.num_dropped += 1
+            self._num_dropped += 1
 
     def planned(self, step: int, now_s: float, num_before: int, num_tokens: int) -> None:
         """Add a step to the notes. Runs for each request of each step: it must stay cheap."""
-        span = self.span
-        in_prompt = num_before < self.prompt_tokens
+        steps = self.steps
+        phase = "prompt" if num_before < self._prompt_tokens else "decode"
         # After a preemption or a failed fetch vLLM computes tokens again.
-        if span is None or span.in_prompt is not in_prompt or num_before <= span.last_before:
-            self.span = _Span(in_prompt, step, step, 1, num_tokens, num_before, now_s, now_s)
-            self.add(now_s, self.span)
-            return
-        gap_s = now_s - span.last_s
-        if gap_s > span.longest_gap_s:
-            span.longest_gap_s = gap_s
-        span.last_step = step
-        span.num_steps += 1
-        span.num_tokens += num_tokens
-        span.last_before = num_before
-        span.last_s = now_s
+        if steps is None or steps.phase != phase or num_before <= self._last_before:
+            steps = self.steps = StepsPlanned(phase, step, step)
+            self.add(now_s, steps)
+            self._began_s = self._last_s = now_s
+        steps.longest_gap_s = max(steps.longest_gap_s, now_s - self._last_s)
+        steps.took_s = now_s - self._began_s
+        steps.last_step = step
+        steps.num_steps += 1
+        steps.num_tokens += num_tokens
+        self._last_before, self._last_s = num_before, now_s
 
     def notes(self) -> EngineNotes:
-        events: list[tuple[float, EngineEvent]] = [
-            (at_s, event.event() if isinstance(event, _Span) else event)
-            for at_s, event in self.events
-        ]
-        return EngineNotes(self.request_id, events, self.num_dropped)
+        """Return the events so far, of which later steps change nothing."""
+        events = [(at_s, msgspec.structs.replace(event)) for at_s, event in self._events]
+        return EngineNotes(self.request_id, events, self._num_dropped)
 
 
 @dataclass(slots=True)
@@ -159,11 +131,11 @@ class ConnectorNotes:
             del self._saves_of_step[oldest]
             self._copies.pop(oldest, None)
         record = self._open.get(request_id)
-        if record is None or record.span is None:
+        if record is None or record.steps is None:
             return
-        record.span.fetched_blocks += fetched
-        record.span.saved_blocks += saved
-        if fetched or record.span.in_prompt:  # for decode's blocks the sum is enough
+        record.steps.fetched_blocks += fetched
+        record.steps.saved_blocks += saved
+        if fetched or record.steps.phase == "prompt":  # for decode's blocks the sum is enough
             copies = self._copies.setdefault(step, {}).setdefault(request_id, _Copies(record))
             copies.fetched_blocks += fetched
             copies.saved_blocks += saved

@@ -11,8 +11,8 @@ from enum import Enum
 
 from banaserve.base.access.cache_salt import TenantSalt
 from banaserve.engine.compat import kv_cache as compat
-from banaserve.engine.connector.block_hash import chain
 from banaserve.engine.connector.handover import Handover
+from banaserve.engine.continuation import output_of
 from banaserve.kvstore.gate.cost_gate import Verdict
 from banaserve.kvstore.leases import Lease, Lookup, Slot
 
@@ -137,11 +137,8 @@ class RequestState:
         verdict: Verdict of the cost gate on the blocks found; None where none were found.
         num_found: Number of blocks that the verdict is about.
         offers: Blocks last offered to the store.
-        push_to: Address that the prompt's blocks are sent to while they are computed; empty for
-            none.
         num_claimed: Index below which all full blocks have been offered to the store.
-        leaves_tail: See ``Handover``.
-        hold, num_readers, reader, pushed_from: See ``Handover``.
+        handover: Facts about the other legs of the request.
         has_hold: True if the store may know of the hold.
         room_until_s: Time until which this leg waits for room in the store; None where there has
             been room so far.
@@ -163,12 +160,7 @@ class RequestState:
     offers: list[SaveCandidate] = field(default_factory=list)
     saves: list[PendingSave] = field(default_factory=list)
     num_claimed: int = 0
-    push_to: str = ""
-    leaves_tail: bool = False
-    hold: int = 0
-    num_readers: int = 1
-    reader: int = 0
-    pushed_from: str = ""
+    handover: Handover = field(default_factory=Handover)
     has_hold: bool = False
     room_until_s: float | None = None
     refused_s: float = 0.0
@@ -177,27 +169,46 @@ class RequestState:
 
     @classmethod
     def of(cls, request: compat.Request) -> RequestState:
-        handover = Handover.of(request.kv_transfer_params)
         return cls(
             request,
             TenantSalt.of(request.cache_salt).account,
-            push_to=handover.push_to,
-            leaves_tail=handover.leaves_tail,
-            hold=handover.hold,
-            num_readers=handover.num_readers,
-            reader=handover.reader,
-            pushed_from=handover.pushed_from,
+            handover=Handover.of(request.kv_transfer_params),
         )
 
     @property
     def own_hold(self) -> int:
         """Hold of the blocks that this prefill leg leaves in the store; 0 for none."""
-        return self.hold if self.leaves_tail else 0
+        return self.handover.hold if self.handover.leaves_tail else 0
 
     @property
     def hold_to_end(self) -> int:
         """Hold of blocks that this decode leg is to read; 0 for none."""
-        return 0 if self.leaves_tail else self.hold
+        return 0 if self.handover.leaves_tail else self.handover.hold
+
+    @property
+    def has_run(self) -> bool:
+        """True if the request was preempted here: it has output beyond what it came with."""
+        request = self.request
+        return request.num_output_tokens > len(output_of(request.sampling_params))
+
+    @property
+    def handed_over(self) -> int | None:
+        """Number of tokens that a prefill leg computed for this decode leg; None for other legs."""
+        return None if self.has_run else self.handover.tokens
+
+    @property
+    def is_owed(self) -> bool:
+        """True if the request was sent here because the store has or awaits its prompt."""
+        is_stored = self.handover.is_stored or self.handover.tokens is not None
+        return is_stored and not self.has_run
+
+    @property
+    def goes_on(self) -> bool:
+        """True if the request continues the output of another instance.
+
+        That instance may have died while it wrote blocks.
+        """
+        return bool(output_of(self.request.sampling_params)) and not self.has_run
 
     def keep(self, offers: Sequence[SaveCandidate], reserved: Sequence[Slot | None]) -> None:
         """Remember which offers the store accepted."""
@@ -215,5 +226,7 @@ class RequestState:
 
 def full_block_offers(keys: Sequence[bytes], first: int, block_size: int) -> list[SaveCandidate]:
     """Return the offers of full blocks from block ``first`` on."""
-    pairs = chain(keys)
-    return [SaveCandidate(i, (i + 1) * block_size, *pairs[i]) for i in range(first, len(pairs))]
+    return [
+        SaveCandidate(i, (i + 1) * block_size, keys[i], keys[i - 1] if i else None)
+        for i in range(first, len(keys))
+    ]

@@ -10,7 +10,6 @@ from banaserve.engine.compat.kv_cache import KVCacheBlocks
 from banaserve.engine.compat.scheduler import Request, SchedulerOutput
 from banaserve.engine.connector.block_hash import TailHasher
 from banaserve.engine.connector.cache_groups import CacheGroups
-from banaserve.engine.connector.handover import Handover
 from banaserve.engine.connector.metadata import (
     BlockCopy,
     ConnectorCounters,
@@ -100,7 +99,7 @@ class StoreConnectorScheduler:
             tracked = self._tracked[request_id] = RequestState.of(request)
             if self._groups.states:
                 self._tails.rehash(request)  # vLLM's hashes cover as many tokens as a state does
-            handover = Handover.of(request.kv_transfer_params)
+            handover = tracked.handover
             self.notes.received(
                 request_id, request.num_tokens, handover.leaves_tail, handover.tokens
             )
@@ -130,7 +129,8 @@ class StoreConnectorScheduler:
     @staticmethod
     def _read_of(tracked: RequestState) -> tuple[int, int, str]:
         """Return the arguments that end the hold of a decode leg that has read the blocks."""
-        return tracked.hold, tracked.reader, tracked.pushed_from
+        handover = tracked.handover
+        return handover.hold, handover.reader, handover.pushed_from
 
     def _push(self, tracked: RequestState, keys: Sequence[bytes]) -> None:
         """Announce a prompt that is about to be computed to the store of its decode leg.
@@ -138,9 +138,10 @@ class StoreConnectorScheduler:
         Not earlier than scheduling: a request that is matched and not scheduled gives its slots
         back, perhaps many times.
         """
-        if tracked.push_to and not tracked.request.num_output_tokens:
-            terms = (tracked.tenant, tracked.hold, tracked.num_readers)
-            self._client.push(tracked.push_to, keys, *terms)
+        handover = tracked.handover
+        if handover.push_to and not tracked.request.num_output_tokens:
+            terms = (tracked.tenant, handover.hold, handover.num_readers)
+            self._client.push(handover.push_to, keys, *terms)
 
     def plan(self, output: SchedulerOutput) -> StepPlan:
         """Plan the copies of this step."""
@@ -213,7 +214,7 @@ class StoreConnectorScheduler:
                 assert block_ids is not None
                 blocks = block_ids[self._groups.attention]
                 plan.saves += [BlockCopy(blocks[save.index], save.slot) for save in ready]
-                if tracked is not None and tracked.push_to:
+                if tracked is not None and tracked.handover.push_to:
                     plan.pushed += [save.slot for save in ready]
                 self.notes.copies(plan.step, request_id, saved=len(ready))
 
@@ -240,7 +241,7 @@ class StoreConnectorScheduler:
                 reserve=[(key, prefix) for key in keys],
                 tenant=tracked.tenant,
                 hold=tracked.own_hold,
-                num_readers=tracked.num_readers,
+                num_readers=tracked.handover.num_readers,
             ).reserved
             block_ids = state.get_block_ids(request_id)
             assert block_ids is not None
@@ -256,7 +257,7 @@ class StoreConnectorScheduler:
 
     def _is_kept(self, tracked: RequestState, end: int) -> bool:
         """Return whether the states after the first ``end`` tokens of a request are saved."""
-        is_handed_over = tracked.leaves_tail and end == tracked.request.num_prompt_tokens
+        is_handed_over = tracked.handover.leaves_tail and end == tracked.request.num_prompt_tokens
         return is_handed_over or end % self._block_size == 0
 
     def _count(self, output: SchedulerOutput) -> None:

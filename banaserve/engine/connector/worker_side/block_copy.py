@@ -11,25 +11,7 @@ import numpy as np
 import torch
 
 import banaserve._native as _native
-from banaserve.engine.compat import kv_cache as compat
-from banaserve.engine.connector.worker_side.gpu_block_copy import Addresses, QueueCopies
 from banaserve.kvstore.pool import Numbers, PoolView
-
-
-def copies_of_vllm() -> QueueCopies:
-    """Make a function that queues copies on a stream with one call of vLLM's batch copy."""
-    swap = compat.batch_copier()
-
-    def copy(
-        target: Addresses, source: Addresses, num_bytes: int, stream: int
-    ) -> tuple[torch.Tensor, ...]:
-        pointers = torch.from_numpy(source), torch.from_numpy(target)
-        sizes = torch.full_like(pointers[0], num_bytes)
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
-            swap(*pointers, sizes)
-        return (*pointers, sizes)
-
-    return copy
 
 
 class Copy(Protocol):
@@ -88,7 +70,7 @@ def make_copier(layers: Sequence[torch.Tensor], page_bytes: int, part: int) -> B
     if layers[0].device.type != "cpu":
         from banaserve.engine.connector.worker_side.gpu_block_copy import GpuCopier
 
-        return GpuCopier(layers, page_bytes, part, copies_of_vllm)
+        return GpuCopier(layers, page_bytes, part)
     for tensor in layers:
         stride_bytes = tensor.stride(0) * tensor.element_size()
         block_bytes = tensor[0].numel() * tensor.element_size()
@@ -167,51 +149,3 @@ class HostCopier:
 
 def _offsets(numbers: Numbers, each_bytes: int) -> Numbers:
     return np.asarray(numbers, np.int64) * each_bytes
-
-
-class ThrottledCopier:
-    """Copier throttled to a given speed in each direction, for measurements.
-
-    Args:
-        inner: Copier that does the copying.
-        page_bytes: Bytes of one layer of one block.
-        load_bytes_per_s: Maximum speed of loads; 0 for no limit.
-        save_bytes_per_s: Maximum speed of saves; 0 for no limit.
-    """
-
-    def __init__(
-        self,
-        inner: BlockCopier,
-        page_bytes: int,
-        load_bytes_per_s: float,
-        save_bytes_per_s: float,
-    ) -> None:
-        self.is_synchronous = inner.is_synchronous
-        self._inner = inner
-        self._page_bytes = page_bytes
-        self.load_bytes_per_s = load_bytes_per_s
-        self.save_bytes_per_s = save_bytes_per_s
-
-    def mark(self) -> Any:
-        return self._inner.mark()
-
-    def load(self, layer: int, view: PoolView, blocks: Numbers, slots: Numbers, after: Any) -> Copy:
-        began_s = time.perf_counter()
-        copy = self._inner.load(layer, view, blocks, slots, after)
-        return self._held_back(copy, began_s, len(blocks), self.load_bytes_per_s)
-
-    def save(self, layer: int, view: PoolView, blocks: Numbers, slots: Numbers, after: Any) -> Copy:
-        began_s = time.perf_counter()
-        copy = self._inner.save(layer, view, blocks, slots, after)
-        return self._held_back(copy, began_s, len(blocks), self.save_bytes_per_s)
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def _held_back(self, copy: Copy, began_s: float, num_blocks: int, bytes_per_s: float) -> Copy:
-        if not bytes_per_s:
-            return copy
-        copy.finish()
-        until_s = began_s + num_blocks * self._page_bytes / bytes_per_s
-        time.sleep(max(0.0, until_s - time.perf_counter()))
-        return EndedCopy(time.perf_counter() - began_s)

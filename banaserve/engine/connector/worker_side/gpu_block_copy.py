@@ -26,7 +26,6 @@ try:
     from banaserve import _native_cuda
 except ImportError:  # built without BANASERVE_CUDA=1
     _native_cuda = None  # type: ignore[assignment]
-from banaserve.base.errors import UserError
 from banaserve.kvstore.pool import Numbers, PoolView
 
 Addresses = npt.NDArray[np.int64]
@@ -40,7 +39,6 @@ QueueCopies = Callable[[Addresses, Addresses, int, int], tuple[torch.Tensor, ...
 
 Returns the tensors that the copies still read while they run.
 """
-MakeCopies = Callable[[], QueueCopies]
 # By arithmetic, not measured: a copy engine starts a copy in about a microsecond, in which PCIe
 # moves 16 KiB or more.
 KERNEL_BELOW_BYTES = 16 * 1024
@@ -202,19 +200,13 @@ class PinnedPool:
             torch.ones(1, device=self._gpu)
 
 
-def choose_copies(page_bytes: int, is_pinned: bool, otherwise: MakeCopies | None) -> QueueCopies:
+def choose_copies(page_bytes: int, is_pinned: bool) -> QueueCopies:
     """Choose the function that copies pages of this size between host and GPU.
 
-    Args:
-        otherwise: Function that makes the copies in a build without CUDA; None for none.
-
-    Raises:
-        UserError: This build has no CUDA, and ``otherwise`` is None.
+    In a build without CUDA, it is vLLM's batch copy.
     """
     if _native_cuda is None:
-        if otherwise is None:
-            raise UserError("this build of banaserve has no GPU copies: set BANASERVE_CUDA=1")
-        return otherwise()
+        return _copies_of_vllm()
     # A kernel would fault on host memory that is not pinned.
     by_kernel = is_pinned and page_bytes < KERNEL_BELOW_BYTES
     queue = _native_cuda.copy_by_kernel if by_kernel else _native_cuda.copy_batch
@@ -224,6 +216,23 @@ def choose_copies(page_bytes: int, is_pinned: bool, otherwise: MakeCopies | None
     ) -> tuple[torch.Tensor, ...]:
         queue(target, source, num_bytes, stream)
         return ()
+
+    return copy
+
+
+def _copies_of_vllm() -> QueueCopies:
+    from banaserve.engine.compat.kv_cache import batch_copier
+
+    swap = batch_copier()
+
+    def copy(
+        target: Addresses, source: Addresses, num_bytes: int, stream: int
+    ) -> tuple[torch.Tensor, ...]:
+        pointers = torch.from_numpy(source), torch.from_numpy(target)
+        sizes = torch.full_like(pointers[0], num_bytes)
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+            swap(*pointers, sizes)
+        return (*pointers, sizes)
 
     return copy
 
@@ -260,22 +269,14 @@ class GpuCopier:
         page_bytes: Bytes of this worker's part of a block of one layer.
         part: Index of this worker's run of ``page_bytes`` within a layer of a slot: its
             tensor-parallel rank, or 0 where ranks hold whole blocks.
-        otherwise: See ``choose_copies``.
 
     Raises:
         ValueError: See ``gpu_pages``.
-        UserError: See ``choose_copies``.
     """
 
     is_synchronous = False
 
-    def __init__(
-        self,
-        layers: Sequence[torch.Tensor],
-        page_bytes: int,
-        part: int,
-        otherwise: MakeCopies | None = None,
-    ) -> None:
+    def __init__(self, layers: Sequence[torch.Tensor], page_bytes: int, part: int) -> None:
         self._pages = gpu_pages(layers, page_bytes)
         self._page_bytes = page_bytes
         self._in_layer = part * page_bytes
@@ -283,8 +284,8 @@ class GpuCopier:
         self._load_stream = torch.cuda.Stream(self._gpu)
         self._save_stream = torch.cuda.Stream(self._gpu)
         self._pool = PinnedPool(self._gpu, self._wait_for_copies)
-        self._pinned_copies = choose_copies(page_bytes, True, otherwise)
-        self._other_copies = choose_copies(page_bytes, False, otherwise)
+        self._pinned_copies = choose_copies(page_bytes, True)
+        self._other_copies = choose_copies(page_bytes, False)
         logger.info("GPU copies by %s", "banaserve" if _native_cuda else "vLLM")
 
     def mark(self) -> torch.cuda.Event:

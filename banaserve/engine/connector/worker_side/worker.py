@@ -15,7 +15,6 @@ from banaserve.base.fail_points import FailPoint, reach
 from banaserve.engine.connector.metadata import (
     BlockCopy,
     ConnectorCounters,
-    ConnectorOptions,
     MappedCopies,
     StepPlan,
     StepResult,
@@ -24,12 +23,9 @@ from banaserve.engine.connector.worker_side.block_copy import (
     BlockCopier,
     Copy,
     EndedCopy,
-    ThrottledCopier,
     make_copier,
 )
-from banaserve.engine.connector.worker_side.tracer import TracePoint, Tracer
 from banaserve.kvstore.client.client import StoreClient
-from banaserve.kvstore.leases import Slot
 from banaserve.orchestrator.control.costs.transfers import StepTimes
 
 logger = logging.getLogger(__name__)
@@ -40,47 +36,47 @@ class RunningStep:
     """Copies of one step.
 
     Attributes:
+        plan: Copies to make.
+        began_s: Begin of the step, on the process's clock; 0 before the first step.
+        result: Times and numbers of blocks so far.
         early: Fetches that must end before the forward pass begins.
         loads: A fetch for each layer, in the order of the layers; empty where nothing is fetched.
         saves: A save for each layer so far.
         target: Saves that can be made, with their slots; None until they are first needed.
-        deferred: Layers whose save waits for the end of the forward pass.
-        pushed: Slots for which the store is told how many layers are written.
         written: Layers written so far, in any order.
         num_told: Number of layers, from the first on, that the store knows to be written.
         waited_s: Seconds that the engine's thread has waited for fetches.
     """
 
+    plan: StepPlan
     began_s: float
+    result: StepResult
     early: list[Copy] = field(default_factory=list)
     loads: list[Future[Copy]] = field(default_factory=list)
     saves: list[Future[Copy | None]] = field(default_factory=list)
     target: MappedCopies | None = None
-    deferred: list[int] = field(default_factory=list)
-    pushed: Sequence[Slot] = ()
     written: set[int] = field(default_factory=set)
     num_told: int = 0
     waited_s: float = 0.0
-    fetched_blocks: int = 0
-    saved_blocks: int = 0
-    fetch_s: float = 0.0
-    save_s: float = 0.0
-    compute_s: float | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def target_of(self, copies: Sequence[BlockCopy], client: StoreClient) -> MappedCopies:
+    @classmethod
+    def of(cls, plan: StepPlan, began_s: float) -> RunningStep:
+        return cls(plan, began_s, StepResult(plan.step))
+
+    def target_of(self, client: StoreClient) -> MappedCopies:
         """Return the saves of the step that can be made: the same for every layer and thread.
 
         A slot that was visible for some layers only must not be committed.
         """
         with self.lock:
             if self.target is None:
-                self.target = MappedCopies.of(copies, client)
+                self.target = MappedCopies.of(self.plan.saves, client)
             return self.target
 
     def note_written(self, layers: Iterable[int], client: StoreClient, part: int) -> None:
         """Tell the store that some layers have been copied into the slots, if it pushes them."""
-        if not self.pushed:
+        if not self.plan.pushed:
             return
         with self.lock:
             self.written.update(layers)
@@ -90,7 +86,7 @@ class RunningStep:
             if num_layers > self.num_told and self.target is not None:
                 self.num_told = num_layers
                 visible = {copy.slot for copy in self.target.copies}
-                slots = [slot for slot in self.pushed if slot in visible]
+                slots = [slot for slot in self.plan.pushed if slot in visible]
                 client.note_written(slots, num_layers, part)
 
 
@@ -129,25 +125,22 @@ class StoreConnectorWorker:
             measured ones; None where time is not modelled.
     """
 
-    def __init__(self, client: StoreClient, share: RankShare, options: ConnectorOptions) -> None:
+    def __init__(self, client: StoreClient, share: RankShare) -> None:
         self.part = share.part
         self._client = client
         self._share = share
         self._part = share.rank
-        self.options = options
         self._loader = ThreadPoolExecutor(1, "kv-load")
         self._saver = ThreadPoolExecutor(1, "kv-save")
-        self._free_copier: BlockCopier | None = None
         self._copier: BlockCopier | None = None
         self._layer_index: dict[str, int] = {}
         self._num_rows = 0
         self._page_bytes = 0
-        self._step = RunningStep(0.0)
+        self._step = RunningStep.of(StepPlan(), 0.0)
         self._failed_blocks: set[int] = set()
         self._last_failed_step = 0
         self._is_abandoned = False
         self.stats = ConnectorCounters()
-        self.trace = Tracer(options.trace)
         self.modelled: StepTimes | None = None
 
     def register(
@@ -164,26 +157,12 @@ class StoreConnectorWorker:
         self._layer_index = {name: i for i, name in enumerate(names)}
         self._num_rows = len(caches)
         self._page_bytes = page_bytes
-        self.trace.num_layers = len(names)
-        self._free_copier = make_copier(caches, page_bytes, self._share.part)
-        self.configure(self.options)
-
-    def configure(self, options: ConnectorOptions) -> None:
-        """Apply other options, on arrangement and speed of copies, between two steps."""
-        assert self._free_copier is not None
-        self.options = options
-        self.trace.enabled = options.trace
-        self._copier = self._free_copier
-        load, save = options.load_bytes_per_s, options.save_bytes_per_s
-        if load or save:
-            logger.warning("copies are held back: loads %g, saves %g bytes/s (0: not)", load, save)
-            self._copier = ThrottledCopier(self._free_copier, self._page_bytes, load, save)
+        self._copier = make_copier(caches, page_bytes, self._share.part)
 
     def wrap_copier(self, wrap: Callable[[BlockCopier], BlockCopier]) -> None:
         """Send copies through another copier from now on: parts of the cache are elsewhere."""
-        assert self._free_copier is not None
-        self._free_copier = wrap(self._free_copier)
-        self.configure(self.options)
+        assert self._copier is not None
+        self._copier = wrap(self._copier)
 
     def abandon_step(self) -> None:
         """Commit no save of the step under way, or of the next step if none is under way."""
@@ -192,20 +171,19 @@ class StoreConnectorWorker:
     # ---- one step, in the order in which vLLM calls
 
     def begin_step(self, plan: StepPlan) -> None:
-        self._step = RunningStep(time.perf_counter(), pushed=plan.pushed)
+        self._step = RunningStep.of(plan, time.perf_counter())
         self._client.let_go_if_lost()
-        if plan.loads or plan.early_loads or plan.saves or plan.states:
-            self.trace.begin(plan.step, self._step.began_s)
 
-    def start_loads(self, plan: StepPlan) -> None:
+    def start_loads(self) -> None:
         """Fetch the blocks that this step also writes into, then start the others by layer."""
+        plan = self._step.plan
         if not plan.loads and not plan.early_loads:
             return
         assert self._copier is not None
         began_s = time.perf_counter()
         after = self._copier.mark()
-        early = self._readable(plan, plan.early_loads)
-        rest = self._readable(plan, plan.loads)
+        early = self._readable(plan.early_loads)
+        rest = self._readable(plan.loads)
         if early.copies:
             rows = range(self._num_rows)
             self._step.early = [self._load(row, early, after) for row in rows]
@@ -214,60 +192,38 @@ class StoreConnectorWorker:
                 self._loader.submit(self._load, layer, rest, after)
                 for layer in self._layer_index.values()
             ]
-        self._step.fetched_blocks = len(early.copies) + len(rest.copies)
-        self.stats.add(loaded_blocks=self._step.fetched_blocks)
-        self._join_first()
-        self._waited(time.perf_counter() - began_s)
-        self.trace.forward_begins()
-
-    def _join_first(self) -> None:
-        """Make the forward pass wait for the copies that it cannot wait for layer by layer."""
-        copies = list(self._step.early)
-        if self.options.arrangement == "serial":
-            copies += [future.result() for future in self._step.loads]
-        for copy in copies:
+        self._step.result.fetched_blocks = len(early.copies) + len(rest.copies)
+        self.stats.add(loaded_blocks=self._step.result.fetched_blocks)
+        for copy in self._step.early:
             copy.join()
+        self._waited(time.perf_counter() - began_s)
 
     def wait_for_load(self, layer_name: str) -> None:
-        layer = self._layer_index[layer_name]
-        self.trace.stamp(layer, TracePoint.WAIT)
         if self._step.loads:
             began_s = time.perf_counter()
-            self._step.loads[layer].result().join()
+            self._step.loads[self._layer_index[layer_name]].result().join()
             self._waited(time.perf_counter() - began_s)
-        self.trace.stamp(layer, TracePoint.WAITED)
 
-    def save_layer(self, layer_name: str, plan: StepPlan) -> None:
-        layer = self._layer_index[layer_name]
-        self.trace.stamp(layer, TracePoint.ATTENDED)
-        if plan.saves and self.options.arrangement == "pipelined":
-            self._submit_save(layer, plan)
-        elif plan.saves:
-            self._step.deferred.append(layer)
+    def save_layer(self, layer_name: str) -> None:
+        if self._step.plan.saves:
+            assert self._copier is not None
+            layer, after = self._layer_index[layer_name], self._copier.mark()
+            self._step.saves.append(self._saver.submit(self._save, self._step, layer, after))
 
-    def _submit_save(self, layer: int, plan: StepPlan) -> None:
-        assert self._copier is not None
-        after = self._copier.mark()
-        save = self._saver.submit(self._save, self._step, layer, plan.saves, after)
-        self._step.saves.append(save)
-
-    def slots_to_fill(self, plan: StepPlan) -> MappedCopies:
-        """Return this step's saves for a guest to make; none if saves are throttled or deferred."""
-        options = self.options
-        if not plan.saves or options.arrangement != "pipelined" or options.save_bytes_per_s:
-            return MappedCopies()
-        return self._step.target_of(plan.saves, self._client)
+    def slots_to_fill(self) -> MappedCopies:
+        """Return this step's saves, which a guest with some of the layers makes for this worker."""
+        return self._step.target_of(self._client)
 
     def saved_elsewhere(self, layer_names: Sequence[str], seconds: float) -> None:
         """Record that a guest made the saves of ``slots_to_fill`` for these layers.
+
+        Replaces ``save_layer`` for these layers.
 
         Args:
             seconds: Time that the copies of all these layers took.
         """
         assert self._step.target is not None
-        for name in layer_names:
-            for point in (TracePoint.ATTENDED, TracePoint.SAVE, TracePoint.SAVED):
-                self.trace.stamp(self._layer_index[name], point)
+        for _ in layer_names:
             save: Future[Copy | None] = Future()
             save.set_result(EndedCopy(seconds / len(layer_names)))
             self._step.saves.append(save)
@@ -276,28 +232,16 @@ class StoreConnectorWorker:
         num_bytes = len(layer_names) * len(self._step.target.copies) * self._page_bytes
         self.stats.add(saved_bytes=num_bytes, guest_saved_bytes=num_bytes)
 
-    def end_step(self, plan: StepPlan) -> None:
+    def end_step(self) -> None:
         """Wait for the copies; on return every instance can read the saved blocks."""
         computed_s = time.perf_counter()
-        for layer in self._step.deferred:
-            self._submit_save(layer, plan)
         loads = [future.result() for future in self._step.loads]
-        self._step.fetch_s = self._finish([*self._step.early, *loads])
-        self._commit(plan, self._save_states(plan))
-        now_s = time.perf_counter()
-        self._measure(plan, computed_s, now_s)
-        self.trace.end(computed_s, self._step.fetched_blocks)
+        self._step.result.fetch_s = self._finish([*self._step.early, *loads])
+        self._commit(self._save_states())
+        self._measure(computed_s, time.perf_counter())
 
-    def done(self, plan: StepPlan) -> StepResult:
-        step = self._step
-        return StepResult(
-            plan.step,
-            step.compute_s,
-            step.fetch_s,
-            step.fetched_blocks,
-            step.saved_blocks,
-            step.save_s,
-        )
+    def done(self) -> StepResult:
+        return self._step.result
 
     def take_failed_blocks(self) -> set[int]:
         """Return the blocks whose fetch failed since the last call: vLLM computes them again."""
@@ -307,39 +251,37 @@ class StoreConnectorWorker:
     def close(self) -> None:
         self._loader.shutdown(wait=True)
         self._saver.shutdown(wait=True)
-        if self._free_copier is not None:
-            self._free_copier.close()
+        if self._copier is not None:
+            self._copier.close()
 
     # ---- what it took
 
-    def _measure(self, plan: StepPlan, computed_s: float, now_s: float) -> None:
+    def _measure(self, computed_s: float, now_s: float) -> None:
         step = self._step
+        plan, result = step.plan, step.result
         if not step.began_s:
             return
         if plan.work is not None:
             self.stats.add(steps=1, **{f"step_{n}": v for n, v in asdict(plan.work).items()})
-        if self.modelled is not None:
-            self._measure_modelled(self.modelled)
+        if (times := self.modelled) is not None:
+            result.compute_s, result.fetch_s = times.compute_s, times.fetch_s
+            self.stats.add(
+                busy_seconds=times.step_s,
+                load_seconds=times.fetch_s,
+                load_wait_seconds=max(0.0, times.step_s - times.compute_s),
+            )
             return
         self.stats.add(busy_seconds=now_s - step.began_s)
-        if step.fetched_blocks:
-            self.stats.add(load_seconds=step.fetch_s)
+        if result.fetched_blocks:
+            self.stats.add(load_seconds=result.fetch_s)
         if plan.saves:
             self.stats.add(save_wait_seconds=now_s - computed_s)
         assert self._copier is not None
         if self._copier.is_synchronous:
-            step.compute_s = computed_s - step.began_s - step.waited_s
-        elif plan.saves and not step.fetched_blocks:
+            result.compute_s = computed_s - step.began_s - step.waited_s
+        elif plan.saves and not result.fetched_blocks:
             # The last layer's save ends after that layer, so the host's clock covers all the work.
-            step.compute_s = now_s - step.began_s
-
-    def _measure_modelled(self, times: StepTimes) -> None:
-        self._step.compute_s, self._step.fetch_s = times.compute_s, times.fetch_s
-        self.stats.add(
-            busy_seconds=times.step_s,
-            load_seconds=times.fetch_s,
-            load_wait_seconds=max(0.0, times.step_s - times.compute_s),
-        )
+            result.compute_s = now_s - step.began_s
 
     def _waited(self, seconds: float) -> None:
         self._step.waited_s += seconds
@@ -352,39 +294,33 @@ class StoreConnectorWorker:
     def _finish(copies: Sequence[Copy]) -> float:
         return sum(copy.finish() for copy in copies)
 
-    def _readable(self, plan: StepPlan, copies: Sequence[BlockCopy]) -> MappedCopies:
+    def _readable(self, copies: Sequence[BlockCopy]) -> MappedCopies:
         """Return the copies whose slots this worker can see; the others are reported as failed."""
         visible = MappedCopies.of(copies, self._client)
         lost = {c.block_id for c in copies} - {c.block_id for c in visible.copies}
         if lost:
             logger.warning("%d KV blocks went away with the store: computed again", len(lost))
             self._failed_blocks |= lost
-            self._last_failed_step = plan.step
+            self._last_failed_step = self._step.plan.step
             self.stats.add(lost_blocks=len(lost))
         return visible
 
     def _load(self, layer: int, source: MappedCopies, after: object) -> Copy:
         assert self._copier is not None
         assert source.view is not None
-        self.trace.stamp(layer, TracePoint.LOAD)
         reach(FailPoint.CONNECTOR_LOAD)
         copy = self._copier.load(layer, source.view, source.block_ids, source.slots, after)
-        self.trace.stamp(layer, TracePoint.LOADED)
         self.stats.add(loaded_bytes=len(source.copies) * self._page_bytes)
         return copy
 
-    def _save(
-        self, step: RunningStep, layer: int, copies: Sequence[BlockCopy], after: object
-    ) -> Copy | None:
-        target = step.target_of(copies, self._client)
+    def _save(self, step: RunningStep, layer: int, after: object) -> Copy | None:
+        target = step.target_of(self._client)
         if target.view is None:
             return None
-        self.trace.stamp(layer, TracePoint.SAVE)
         copy: Copy = EndedCopy(0.0)
         if self._share.writes(layer):
             copy = self._copy_out(layer, target, after)
-        self.trace.stamp(layer, TracePoint.SAVED)
-        if step.pushed:
+        if step.plan.pushed:
             copy.finish()  # a layer must not be sent before it is copied
             step.note_written([layer], self._client, self._part)
         return copy
@@ -398,7 +334,7 @@ class StoreConnectorWorker:
         self.stats.add(saved_bytes=len(target.copies) * self._page_bytes)
         return copy
 
-    def _save_states(self, plan: StepPlan) -> tuple[MappedCopies, list[Copy]]:
+    def _save_states(self) -> tuple[MappedCopies, list[Copy]]:
         """Start saving the states after the step's last token: all layers at once, at its end.
 
         No layer's state is final earlier.
@@ -406,15 +342,16 @@ class StoreConnectorWorker:
         Returns:
             The blocks being copied, and the running copies.
         """
-        if not plan.states:
+        if not (states := self._step.plan.states):
             return MappedCopies(), []
         assert self._copier is not None
-        target, after = MappedCopies.of(plan.states, self._client), self._copier.mark()
+        target, after = MappedCopies.of(states, self._client), self._copier.mark()
         if target.view is None:
             return target, []
         return target, [self._copy_out(row, target, after) for row in range(self._num_rows)]
 
-    def _commit(self, plan: StepPlan, states: tuple[MappedCopies, list[Copy]]) -> None:
+    def _commit(self, states: tuple[MappedCopies, list[Copy]]) -> None:
+        plan, result = self._step.plan, self._step.result
         copies = [future.result() for future in self._step.saves]
         is_abandoned, self._is_abandoned = self._is_abandoned, False
         save_s = self._finish([*(copy for copy in copies if copy is not None), *states[1]])
@@ -432,6 +369,6 @@ class StoreConnectorWorker:
         given_up = {copy.slot for copy in (*plan.saves, *plan.states)}.difference(saved)
         self._client.abandon(list(given_up), self._part)
         if saved and self._client.commit(saved, part=self._part):
-            self._step.saved_blocks = len(saved)
+            result.saved_blocks = len(saved)
             self.stats.add(saved_blocks=len(saved))
-        self._step.save_s = save_s + time.perf_counter() - began_s
+        result.save_s = save_s + time.perf_counter() - began_s

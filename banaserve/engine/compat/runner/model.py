@@ -22,15 +22,9 @@ from vllm.model_executor.models.utils import PPMissingLayer
 
 __all__ = [
     "PPMissingLayer",
-    "end_ranks",
     "get_model_loader",
     "initialize_model",
-    "join_ranks",
-    "leave_graphs",
-    "pipeline_stage",
     "process_weights_after_loading",
-    "ranks_group",
-    "unname_shared_memory",
 ]
 
 _IDENT = "VLLM_DIST_IDENT"

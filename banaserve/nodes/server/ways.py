@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from banaserve.base.types import Distance
-from banaserve.nodes.client import NodeClient
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.measuring.survey import measured_from
+from banaserve.nodes.server.client import NodeClient
 from banaserve.serving.monitoring import metrics
 
 logger = logging.getLogger(__name__)
@@ -40,22 +40,13 @@ class NodeWays:
         found, _ = self._measured.get((source, target), (None, 0.0))
         return found
 
-    async def measure_to(self, client: NodeClient, others: Sequence[NodeClient]) -> list[str]:
-        """Measure the links between a node that joins and others, in both directions.
-
-        Returns:
-            A line for each link that could not be measured.
-        """
-        problems = []
-        for pair in [(client, one) for one in others] + [(one, client) for one in others]:
-            source, target = pair
-            names = (source.name, target.name)
+    async def measure_to(self, client: NodeClient, others: Sequence[NodeClient]) -> None:
+        """Measure the links between a node that joins and others, in both directions."""
+        for source, target in [(client, one) for one in others] + [(one, client) for one in others]:
             async with self._measuring:
-                is_known = self.distance(*names) is not None and not self._is_due(names)
-                problem = "" if is_known else await self._measure(names, source, target)
-            if problem:
-                problems.append(f"way from node {source.name} to {target.name}: {problem}")
-        return problems
+                names = (source.name, target.name)
+                if self.distance(*names) is None or self._is_due(names):
+                    await self._measure(names, source, target)
 
     async def keep_measuring(self, nodes: Callable[[], Sequence[NodeClient]]) -> None:
         """Measure new links, and all links again every few minutes; one link at a time.
@@ -83,18 +74,16 @@ class NodeWays:
         _, at_s = self._measured.get(pair, (None, -AGAIN_S))
         return time.monotonic() - at_s >= AGAIN_S
 
-    async def _measure(self, pair: Pair, source: NodeClient, target: NodeClient) -> str:
-        """Measure a link; return the reason why it cannot be measured, or an empty string."""
+    async def _measure(self, pair: Pair, source: NodeClient, target: NodeClient) -> None:
         way = await measured_from(source.place, target.place, self._credentials)
         if way.problem:
             logger.warning("way from node %s to %s: %s", *pair, way.problem)
             self._forget(pair)
             self._measured[pair] = (None, time.monotonic())
-            return way.problem
+            return
         self._measured[pair] = (Distance(way.round_trip_s, way.bytes_per_s), time.monotonic())
         for gauge, value in zip(_GAUGES, (way.round_trip_s, way.bytes_per_s), strict=True):
             gauge.labels(*pair).set(value)
-        return ""
 
     def _forget(self, pair: Pair) -> None:
         found, _ = self._measured.pop(pair, (None, 0.0))

@@ -41,18 +41,11 @@ __all__ = [
     "EngineClient",
     "FlexibleArgumentParser",
     "InputProcessor",
-    "ServerStub",
-    "bind_engines",
     "build_app",
     "extract_prompt_components",
     "get_span_exporter",
-    "init_app_state",
-    "keep_alive_s",
-    "keep_serving",
-    "load_parsers",
     "make_arg_parser",
     "validate_parsed_serve_args",
-    "xgrammar_vocabulary",
 ]
 
 

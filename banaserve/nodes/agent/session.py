@@ -23,22 +23,21 @@ from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.daemon.supervised import SupervisedStore
 from banaserve.kvstore.peers.options import PeerOptions
 from banaserve.migration.rpc.messages import GuestAddress
+from banaserve.nodes.agent.remote_process import SOCKET_NAMES, RemoteProcess
 from banaserve.nodes.link import NodeLink
 from banaserve.nodes.messages import (
+    Done,
     FreePort,
     JoinSession,
-    NodePrepared,
     NodeRefused,
     NodeStore,
     PortFound,
     PrepareNode,
     SessionOpened,
     SetStorePeers,
-    StorePeersSet,
     StoreRestarted,
 )
 from banaserve.nodes.model_check import check_model
-from banaserve.nodes.remote_process import SOCKET_NAMES, RemoteProcess
 from banaserve.serving.launch.devices import Devices
 from banaserve.serving.launch.launcher import ForkLauncher, Launcher, SpawnLauncher
 from banaserve.serving.launch.messages import StartEngine, StartGuest
@@ -96,13 +95,13 @@ class NodeSession:
                     except (BanaServeError, OSError) as error:
                         await self._link.send(NodeRefused(str(error)))
                         raise
-                    await self._link.send(NodePrepared())
+                    await self._link.send(Done())
                 case FreePort():
                     await self._link.send(PortFound(_free_port(self._host)))
                 case SetStorePeers(peers):
                     if self._store is not None:
                         await self._store.set_peers(peers)
-                    await self._link.send(StorePeersSet())
+                    await self._link.send(Done())
                 case _:
                     await self._link.send(NodeRefused(f"a {type(said).__name__} belongs elsewhere"))
                     return

@@ -5,28 +5,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import platform
 import ssl
+import time
 from collections.abc import Callable
+
+import psutil
 
 from banaserve.base.errors import BanaServeError, ProtocolError, UserError
 from banaserve.base.net.addresses import written
+from banaserve.base.platform.linux import available_memory_bytes, visible_gpus
 from banaserve.base.run_dir import RunDir
+from banaserve.nodes.agent.session import NodeSession
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import CONNECT_S, NodeLink, NodeLostError, accepted
-from banaserve.nodes.measuring.inspection import inspect_node
 from banaserve.nodes.measuring.link_measuring import echo, measure_link
 from banaserve.nodes.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
     EchoLink,
     Inspect,
+    Inspected,
     JoinSession,
     MeasureLink,
     NodeRefused,
     OpenSession,
+    own_version,
 )
-from banaserve.nodes.session import NodeSession
-from banaserve.nodes.versions import own_version
+from banaserve.nodes.model_check import check_model
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +139,7 @@ class NodeAgent:
                 await session.run_process(link, said)
             case Inspect():
                 server = self._session.server if self._session is not None else ""
-                await link.send(await asyncio.to_thread(inspect_node, said, server))
+                await link.send(await asyncio.to_thread(_inspected, said, server))
             case MeasureLink(host, port):
                 await link.send(await measure_link(host, port, self._credentials))
             case EchoLink():
@@ -168,6 +174,25 @@ class NodeAgent:
         self._session = None
         self._ended.set()
         self._say(f"server {session.server} has left: all that ran for it has ended")
+
+
+def _inspected(asked: Inspect, server: str) -> Inspected:
+    """Return the resources of this machine, and whether it has the model; blocking."""
+    problem = ""
+    try:
+        check_model(asked.vllm_argv, asked.model_digest)
+    except UserError as error:
+        problem = str(error)
+    return Inspected(
+        version=own_version(),
+        python=platform.python_version(),
+        gpus=tuple(visible_gpus()),
+        memory_bytes=available_memory_bytes(),
+        num_processors=len(psutil.Process().cpu_affinity()),
+        time_s=time.time(),
+        model_problem=problem,
+        server=server,
+    )
 
 
 def _log_strangers(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:

@@ -13,17 +13,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
 
-__all__ = [
-    "RoutedExperts",
-    "compute_experts",
-    "experts_of",
-    "join_shared_experts",
-    "place_experts",
-    "run_shared_experts",
-    "set_num_experts",
-    "split_blocker",
-    "weights_by_expert",
-]
+__all__ = ["RoutedExperts"]
 
 _BY_EXPERT = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")
 

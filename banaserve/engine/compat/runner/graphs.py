@@ -26,16 +26,6 @@ from vllm.utils.torch_utils import weak_ref_tensor
 
 from banaserve.engine.compat.runner_hooks import Call, wrap_call
 
-__all__ = [
-    "BreakableCUDAGraphCapture",
-    "RunnerGraphs",
-    "are_breakable",
-    "beside_other_threads",
-    "capture_under_way",
-    "graphs_of",
-    "weakly",
-]
-
 
 def are_breakable() -> bool:
     """Return whether engines with this environment capture graphs of the uncompiled model."""

@@ -21,19 +21,18 @@ from banaserve.nodes.link import (
 from banaserve.nodes.messages import (
     PROTOCOL,
     Data,
+    Done,
     FreePort,
     NodeMessage,
-    NodePrepared,
     OpenSession,
     PortFound,
     PrepareNode,
     SessionOpened,
     SetStorePeers,
-    StorePeersSet,
     StoreRestarted,
+    own_version,
 )
 from banaserve.nodes.places import AgentPlace
-from banaserve.nodes.versions import own_version
 
 T = TypeVar("T", bound=NodeMessage)
 logger = logging.getLogger(__name__)
@@ -121,7 +120,7 @@ class NodeClient:
         Raises:
             NodeLostError: The node cannot start them, or is away.
         """
-        await self._ask(order, NodePrepared, _PREPARE_S)
+        await self._ask(order, Done, _PREPARE_S)
         self.is_ready = True
         if self._link is not None:
             self._link.silent_s = SILENT_S
@@ -132,7 +131,7 @@ class NodeClient:
         Raises:
             NodeLostError: The node is away.
         """
-        await self._ask(SetStorePeers(tuple(peers)), StorePeersSet, _ANSWER_S)
+        await self._ask(SetStorePeers(tuple(peers)), Done, _ANSWER_S)
 
     async def wait_lost(self) -> None:
         """Return when the node is away."""

@@ -15,14 +15,14 @@ from banaserve.base.net.addresses import written
 from banaserve.base.types import Distance
 from banaserve.contracts.instances import NodeStatus
 from banaserve.kvstore.daemon.options import StoreOptions
-from banaserve.nodes import shim
-from banaserve.nodes.assignment import room
-from banaserve.nodes.client import NodeClient
+from banaserve.nodes.agent.remote_process import SOCKET_NAMES
 from banaserve.nodes.link import NodeLostError
 from banaserve.nodes.messages import JoinSession, SessionOpened
 from banaserve.nodes.places import Places
-from banaserve.nodes.pool import NodePool, NodeWork, OnPeers, PoolNode
-from banaserve.nodes.remote_process import SOCKET_NAMES
+from banaserve.nodes.server import shim
+from banaserve.nodes.server.assignment import room
+from banaserve.nodes.server.client import NodeClient
+from banaserve.nodes.server.pool import NodePool, NodeWork, OnPeers, PoolNode
 from banaserve.serving.launch.launcher import GuestPlace, InstancePlace, Launcher
 from banaserve.serving.launch.messages import Order, StartEngine, StartGuest
 from banaserve.transport.registry import SHARED_MEMORY, TCP

@@ -25,13 +25,9 @@ __all__ = [
     "CommonAttentionMetadata",
     "ForwardContext",
     "get_forward_context",
-    "metadata_builder",
-    "new_attention",
     "override_forward_context",
     "set_default_torch_dtype",
     "set_forward_context",
-    "some_heads",
-    "split_batch",
 ]
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -17,7 +17,13 @@ from banaserve.base.types import InstanceId, Role
 from banaserve.contracts.environment import GRAPHS_VARIABLE
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.peers.options import PeerOptions
-from banaserve.nodes.assignment import (
+from banaserve.nodes.credentials import ClusterCredentials
+from banaserve.nodes.link import NodeLostError
+from banaserve.nodes.measuring.survey import inspected
+from banaserve.nodes.messages import Inspect, NodeStore, PrepareNode, own_version
+from banaserve.nodes.model_check import model_digest
+from banaserve.nodes.places import AgentPlace, NumberedPlace, Places
+from banaserve.nodes.server.assignment import (
     InstanceNeed,
     NodeAssignment,
     NodeFacts,
@@ -25,15 +31,8 @@ from banaserve.nodes.assignment import (
     no_room,
     room,
 )
-from banaserve.nodes.client import RETRY_S, NodeClient
-from banaserve.nodes.credentials import ClusterCredentials
-from banaserve.nodes.link import NodeLostError
-from banaserve.nodes.measuring.survey import inspected
-from banaserve.nodes.measuring.ways import NodeWays
-from banaserve.nodes.messages import Inspect, NodeStore, PrepareNode
-from banaserve.nodes.model_check import model_digest
-from banaserve.nodes.places import AgentPlace, NumberedPlace, Places
-from banaserve.nodes.versions import own_version
+from banaserve.nodes.server.client import RETRY_S, NodeClient
+from banaserve.nodes.server.ways import NodeWays
 from banaserve.serving.monitoring import metrics
 
 logger = logging.getLogger(__name__)
@@ -177,9 +176,10 @@ class NodePool:
         for client, one in zip(clients, assigned, strict=True):
             ids = [str(instance_id) for instance_id, _ in one.instances]
             devices = dict(zip(ids, one.devices, strict=False))
-            order = self._order(client, self.work.vllm_argv, len(ids), digest)
-            store = self._store_of(stores.get(client.name, ""), _others(stores, client.name))
-            orders.append(msgspec.structs.replace(order, devices=devices, store=store))
+            peers = [where for name, where in stores.items() if name != client.name]
+            store = self._store_of(stores.get(client.name, ""), peers)
+            order = self._order(client, self.work.vllm_argv, len(ids), digest, store)
+            orders.append(msgspec.structs.replace(order, devices=devices))
         return orders
 
     def _client(self, place: AgentPlace) -> NodeClient:
@@ -189,7 +189,12 @@ class NodePool:
         return [node.client for node in self.nodes]
 
     def _order(
-        self, client: NodeClient, vllm_argv: tuple[str, ...], num_instances: int, digest: str
+        self,
+        client: NodeClient,
+        vllm_argv: tuple[str, ...],
+        num_instances: int,
+        digest: str,
+        store: NodeStore | None,
     ) -> PrepareNode:
         return PrepareNode(
             vllm_argv=vllm_argv,
@@ -199,6 +204,7 @@ class NodePool:
                 **{n: os.environ[n] for n in (GRAPHS_VARIABLE,) if n in os.environ},
             },
             devices_each=self.work.need.num_gpus,
+            store=store,
             model_digest=digest,
         )
 
@@ -295,8 +301,7 @@ class NodePool:
         try:
             await self._share_stores()
             say("measuring the ways to the other nodes")
-            for problem in await self.ways.measure_to(client, others):
-                logger.warning("%s", problem)
+            await self.ways.measure_to(client, others)
         except BaseException:  # also where the caller has given up
             await self.remove(node)
             raise
@@ -321,10 +326,11 @@ class NodePool:
         facts = await _taken(client)
         if room(facts, self.work.need) < 1:
             raise UserError(f"node {client.name} has no room: {no_room(facts, self.work.need)}")
-        order = self._order(client, argv, num_instances, digest)
+        store = None
         if self.work.store is not None:
             listen = written(client.host, await client.free_port())
-            order = msgspec.structs.replace(order, store=self._store_of(listen, self.stores()))
+            store = self._store_of(listen, self.stores())
+        order = self._order(client, argv, num_instances, digest, store)
         say(f"preparing node {client.name}")
         await client.prepare(order)
         return PoolNode(client, found.number, facts, order)
@@ -396,10 +402,6 @@ class NodePool:
 async def _taken(client: NodeClient) -> NodeFacts:
     opened = await client.open()
     return NodeFacts(client.name, opened.gpus, opened.memory_bytes)
-
-
-def _others(stores: Mapping[str, str], own: str) -> list[str]:
-    return [where for name, where in stores.items() if name != own]
 
 
 def _at_home(order: PrepareNode, client: NodeClient) -> PrepareNode:

@@ -1,4 +1,4 @@
-"""NVIDIA's bindings of NVML, which vLLM includes; see ``compat``."""
+"""NVIDIA's bindings of NVML, which vLLM includes."""
 
 from __future__ import annotations
 

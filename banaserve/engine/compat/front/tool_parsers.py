@@ -14,7 +14,7 @@ from vllm.utils.mistral import is_mistral_tokenizer
 
 from banaserve.engine.compat.config import VllmConfig
 
-__all__ = ["is_mistral_tokenizer", "parsed_call", "tokenizer_of", "written_call"]
+__all__ = ["is_mistral_tokenizer"]
 
 _NAME, _ARGUMENTS = "look_up_city", {"city": "Paris"}
 _TOOL = {

@@ -18,8 +18,6 @@ from vllm.v1.metrics.stats import IterationStats
 
 from banaserve.engine.compat.config import UsageContext, VllmConfig
 
-__all__ = ["EngineClient", "connect", "lent_renderer", "set_iteration_stats"]
-
 _renderers: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
 _making = threading.Lock()
 _make_renderer = async_llm.renderer_from_config

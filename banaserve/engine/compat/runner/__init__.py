@@ -1,0 +1,1 @@
+"""Uses of vLLM in workers and guests: models, attention, experts and CUDA graphs."""
