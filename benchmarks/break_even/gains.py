@@ -13,7 +13,7 @@ from typing import NamedTuple
 from banaserve.base.types import InstanceId, Module
 from banaserve.orchestrator.control.costs import modules as costs
 from banaserve.orchestrator.control.costs.profile import Profile
-from banaserve.orchestrator.control.model.calibration import StepWork
+from banaserve.orchestrator.control.model.learnt_time import StepWork
 from banaserve.orchestrator.control.model.moving import migration_s
 from banaserve.orchestrator.control.projection import slabs
 from banaserve.orchestrator.planner.candidates.modules import (

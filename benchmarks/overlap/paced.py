@@ -26,7 +26,7 @@ from banaserve.frontdoor.admin_client import AdminClient
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.orchestrator.control.costs.steps import StepCosts
-from banaserve.orchestrator.control.model.calibration import StepWork
+from banaserve.orchestrator.control.model.learnt_time import StepWork
 from banaserve.pacing import miniatures
 from banaserve.pacing.pacer import in_parts
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient

@@ -14,7 +14,7 @@ from banaserve.orchestrator.control.costs import modules as module_costs
 from banaserve.orchestrator.control.costs.profile import Profile, load
 from banaserve.orchestrator.control.costs.steps import StepCosts
 from banaserve.orchestrator.control.costs.transfers import Copied, overlapped_s, step_times
-from banaserve.orchestrator.control.model.calibration import StepWork
+from banaserve.orchestrator.control.model.learnt_time import StepWork
 from banaserve.pacing import step_log
 from banaserve.pacing.pacer import DeviceClock, Pacer, in_parts
 from banaserve.pacing.placement_cost import ATTENTION_FRACTION, RemoteShare, modelled

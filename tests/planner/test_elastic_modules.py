@@ -30,7 +30,7 @@ from banaserve.base.types import (
 from banaserve.orchestrator.control.costs import modules as costs
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.costs.profile import Profile
-from banaserve.orchestrator.control.model.calibration import StepWork
+from banaserve.orchestrator.control.model.learnt_time import StepWork
 from banaserve.orchestrator.control.move_policies import registry
 from banaserve.orchestrator.planner.candidates import modules
 from banaserve.orchestrator.planner.candidates.arrangement import Arrangement, arrangements

@@ -20,7 +20,7 @@ from banaserve.orchestrator.control.costs.profile import (
     PrefillSection,
     Profile,
 )
-from banaserve.orchestrator.control.model.calibration import StepWork
+from banaserve.orchestrator.control.model.learnt_time import StepWork
 from banaserve.orchestrator.control.model.serving_times import assumed_coefficients
 from banaserve.orchestrator.planner.options import ElasticOptions
 

@@ -17,7 +17,7 @@ from banaserve.base.types import (
 )
 from banaserve.orchestrator.control.costs import modules
 from banaserve.orchestrator.control.costs.profile import Profile
-from banaserve.orchestrator.control.model.calibration import StepWork
+from banaserve.orchestrator.control.model.learnt_time import StepWork
 from banaserve.orchestrator.control.turn import words
 from banaserve.sim.instances.instance import SimInstance
 from banaserve.sim.timeline import Timeline

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from banaserve.orchestrator.control.model.calibration import StepWork
+from banaserve.orchestrator.control.model.learnt_time import StepWork
 from banaserve.sim.request import SimRequest
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from banaserve.base.types import Distance, Module
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.orchestrator.control.model import moving, overlapping
-from banaserve.orchestrator.control.model.calibration import StepTime, StepWork
+from banaserve.orchestrator.control.model.learnt_time import LearntTime, StepWork, step_time
 from banaserve.orchestrator.control.projection import slabs
 
 _MAX_PARTS = 32
@@ -27,7 +27,7 @@ def attention_fraction(profile: Profile, work: StepWork) -> float:
     """Return the share of a step of ``work`` that is attention and moves with heads, in [0, 1]."""
     context_s = work.context_tokens * profile.decode(int(work.decode_requests)).context_token_s
     attention_s = work.prefill_pairs * profile.prefill.pair_s + context_s
-    step_s = _model(profile, work).predict_s(work)
+    step_s = _model(profile, work).predict_s(work.features)
     return attention_s / step_s if step_s > 0 else 0.0
 
 
@@ -44,13 +44,13 @@ def relief(profile: Profile, module: Module, work: StepWork) -> float:
     return own * overlapping.overlap_fraction(_model(profile, work), work, _MAX_PARTS)
 
 
-def _model(profile: Profile, work: StepWork) -> StepTime:
+def _model(profile: Profile, work: StepWork) -> LearntTime:
     """Return step times near ``work``; a step of prompts and decoding has the larger fixed part."""
     prefill, decode = profile.prefill, profile.decode(int(work.decode_requests))
     fixed_s = decode.fixed_s
     if work.prefill_tokens:
         fixed_s = max(prefill.fixed_s, decode.fixed_s if work.decode_requests else 0.0)
-    return StepTime.of(
+    return step_time(
         fixed_s, prefill.token_s, prefill.pair_s, decode.context_token_s, decode.request_s
     )
 

@@ -85,7 +85,7 @@ class StepCosts:
         )
 
     def coefficients(self, batch: int) -> tuple[float, ...]:
-        """Return the coefficients that ``StepTime`` learns from steps near ``batch`` requests."""
+        """Return the coefficients that a ``step_time`` learns from steps near ``batch`` requests."""
         fixed_s, context_s, request_s = self._of(batch)
         factor = self.factor
         return (

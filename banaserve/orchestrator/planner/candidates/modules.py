@@ -12,7 +12,7 @@ from banaserve.base.types import Distance, InstanceId, InstanceView, Module, Mod
 from banaserve.orchestrator.control.costs import modules as costs
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.orchestrator.control.costs.steps import StepCosts
-from banaserve.orchestrator.control.model.calibration import StepWork
+from banaserve.orchestrator.control.model.learnt_time import StepWork
 from banaserve.orchestrator.control.move_policies.candidates import sizes
 from banaserve.orchestrator.control.move_policies.options import MoveOptions
 from banaserve.orchestrator.control.projection import slabs

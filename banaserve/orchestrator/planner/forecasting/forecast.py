@@ -24,7 +24,7 @@ from banaserve.base.types import (
     Step,
 )
 from banaserve.orchestrator.control.costs.profile import Profile
-from banaserve.orchestrator.control.model.calibration import StepWork
+from banaserve.orchestrator.control.model.learnt_time import StepWork
 from banaserve.sim.cluster.cell import Cell, Far
 from banaserve.sim.instances.instance import SimInstance
 from banaserve.sim.request import SimRequest
