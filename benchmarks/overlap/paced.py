@@ -94,7 +94,7 @@ def places_of(given: argparse.Namespace, profile: Profile) -> list[Place]:
     Raises:
         UserError: The miniature cannot represent the requested layers.
     """
-    shape = profile.shape
+    shape = profile.model
     each = shape.num_layers // miniatures.of(profile).num_layers
     chosen = given.layers or [shape.num_layers // 4, shape.num_layers // 2]
     if wrong := [n for n in chosen if n % each or not 0 < n < shape.num_layers]:

@@ -107,7 +107,7 @@ def test_a_step_of_both_kinds_has_the_larger_fixed_part_once(profile):
 
 
 def test_copies_hide_behind_computing_but_for_one_layer_each(profile):
-    token_s = profile.shape.token_bytes / 25e9
+    token_s = profile.model.token_bytes / 25e9
     times = step_times(StepCosts(profile), PREFILL, Copied(fetched=512, saved=512))
     assert times.fetch_s == pytest.approx(512 * token_s)
     assert times.fetch_s < times.compute_s
@@ -115,7 +115,7 @@ def test_copies_hide_behind_computing_but_for_one_layer_each(profile):
 
 
 def test_a_fetch_longer_than_computing_is_what_the_step_takes(profile):
-    token_s = profile.shape.token_bytes / 25e9
+    token_s = profile.model.token_bytes / 25e9
     times = step_times(StepCosts(profile), DECODE, Copied(fetched=2000))
     assert times.step_s == pytest.approx(2000 * token_s + times.compute_s / 40)
 

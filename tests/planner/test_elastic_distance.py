@@ -58,7 +58,7 @@ def told(far: Far | None, placements: tuple[ModulePlacement, ...] = ()) -> Forec
 def test_a_hand_over_to_another_machine_takes_what_the_way_takes() -> None:
     near, far = told(None), told(apart(SLOW))
     link = OPT.link
-    longer_s = 600 * OPT.shape.token_bytes * (1 / SLOW.bytes_per_s - 1 / link.bytes_per_s)
+    longer_s = 600 * OPT.model.token_bytes * (1 / SLOW.bytes_per_s - 1 / link.bytes_per_s)
     longer_s += SLOW.round_trip_s - 2 * link.hop_s
     for one, other in zip(near.ends_s, far.ends_s, strict=True):
         assert other - one == pytest.approx(longer_s, abs=1e-6)

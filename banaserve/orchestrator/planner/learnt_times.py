@@ -128,7 +128,7 @@ def as_learnt(profile: Profile, views: Sequence[InstanceView], dilation: float =
         memory = replace(memory, kv_tokens=sum(rooms) // len(rooms))
     if fetches:
         fetch_token_s = sum(fetches) / len(fetches)
-        link = replace(link, bytes_per_s=profile.shape.token_bytes / fetch_token_s)
+        link = replace(link, bytes_per_s=profile.model.token_bytes / fetch_token_s)
     return Profile(
         profile.name,
         profile.source,

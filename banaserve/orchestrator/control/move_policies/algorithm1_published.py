@@ -164,22 +164,21 @@ class _Loop:
     def _module(self, host: Projected, heads: bool) -> Module | None:
         options, facts = self.options, host.facts
         size = options.heads_a_move if heads else options.layers_a_move
-        total = facts.num_kv_heads if heads else facts.num_layers
+        total = slabs.num_movable(facts, heads)
         gone = round(host.away_share * total)
         if gone + size > options.max_away_fraction * total:
             return None
-        free = slabs.free_heads if heads else slabs.free_layers
-        return free(facts, host.taken, size)
+        return slabs.free(facts, host.taken, size, heads)
 
     def _move(self, host: Projected, guest: Projected, module: Module, gap: float) -> bool:
         effect = effects.leaving(host, guest, module, self.options)
         for instance, added in ((host, effect.host_blocks), (guest, effect.guest_blocks)):
             if added < 0 and (refusal := scoring.room_refusal(instance, added, self.options)):
                 return self._refuse_move(host, guest, module, refusal, gap)
-        facts, load = host.facts, self.loads[host.id]
-        share = slabs.num_slabs(facts, module) / (facts.num_layers * facts.num_kv_heads)
+        load = self.loads[host.id]
+        share = slabs.share(host.facts, module)
         moved = Load(load.compute * share, load.memory * share)
-        cost_s = migration_s(effect.moved_bytes, effects.way(self.options.link, host, guest))
+        cost_s = migration_s(effect.moved_bytes, self.options.link.over(host.far.get(guest.id)))
         closed = 2 * self.scalar.of(moved) if self.scalar.how != "maximum" else gap * share
         value = published_efficiency(gap, gap - closed, cost_s) if cost_s > 0 else float("inf")
         if value < self.options.rho_per_s:

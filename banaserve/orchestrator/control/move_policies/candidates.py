@@ -136,11 +136,9 @@ def modules(
     if reason := refusals.may_pair(pair.host, pair.guest, heads):
         refused.append(Rejected(kind, reason))
         return
-    total = facts.num_kv_heads if heads else facts.num_layers
-    free = slabs.free_heads if heads else slabs.free_layers
-    taken = pair.host.taken
+    total, taken = slabs.num_movable(facts, heads), pair.host.taken
     for size in sizes(int(total * options.max_away_fraction)):
-        module = free(facts, taken, size)
+        module = slabs.free(facts, taken, size, heads)
         if module is None:
             refused.append(Rejected(f"{kind}, {size} of {total}", RejectReason.NO_MODULE))
             return

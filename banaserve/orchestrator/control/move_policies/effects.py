@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from banaserve.base.types import Influence, Module
 from banaserve.orchestrator.control.model import moving
-from banaserve.orchestrator.control.model.moving import Link
 from banaserve.orchestrator.control.move_policies.options import MoveOptions, RepairedOptions
 from banaserve.orchestrator.control.projection import slabs
 from banaserve.orchestrator.control.projection.projection import Projected
@@ -61,34 +60,10 @@ def returning(
     )
 
 
-def module_share(host: Projected, module: Module, attention_fraction: float) -> float:
-    """Return the share of the host's compute that ``module`` takes."""
-    facts = host.facts
-    share = slabs.num_slabs(facts, module) / (facts.num_layers * facts.num_kv_heads)
-    return share * attention_fraction if module.heads else share
-
-
-def way(link: Link, host: Projected, guest: Projected) -> Link:
-    """Return ``link`` between these two instances, which may be on different machines."""
-    distance = host.far.get(guest.id)
-    return link if distance is None else link.over(distance)
-
-
 def hop_step_s(host: Projected, guest: Projected, module: Module, options: MoveOptions) -> float:
     """Return the seconds that a module at ``guest`` adds to each step of its host."""
-    facts, link = host.facts, way(options.hop, host, guest)
-    if not module.heads:
-        return moving.layers_step_s(host.batch_tokens, facts.hidden_bytes, 1, link)
-    head_bytes = facts.layer_token_bytes // (2 * facts.num_kv_heads)
-    return moving.heads_step_s(
-        host.batch_tokens,
-        module.num_layers,
-        len(module.heads),
-        head_bytes,
-        1,
-        link,
-        facts.queries_a_head,
-    )
+    link = options.hop.over(host.far.get(guest.id))
+    return moving.hop_s(host.facts, module, host.batch_tokens, link)
 
 
 def overlap_of(host: Projected, options: RepairedOptions) -> float:
@@ -114,11 +89,12 @@ def influences(
     host's step takes as long as before, or longer with a slower guest. Each hop lengthens the step,
     which costs compute of the host, too. A module that is away already is taken to come home.
     """
-    share = module_share(host, module, options.attention_fraction)
+    share = slabs.compute_share(host.facts, module, options.attention_fraction)
     overlap = overlap_of(host, options)
     gone = 0.0
     if host.away and overlap:
-        gone = sum(module_share(host, other, options.attention_fraction) for other in host.away)
+        fraction = options.attention_fraction
+        gone = sum(slabs.compute_share(host.facts, other, fraction) for other in host.away)
     left = max(1 - overlap * gone, 1e-9)
     whole_compute, whole_step_s = host.compute / left, host.step_s / left
     hop_s = hop_step_s(host, guest, module, options)

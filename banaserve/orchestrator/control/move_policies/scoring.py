@@ -93,8 +93,7 @@ def weigh_move(
 ) -> Weighed | Rejected:
     """Return the move of ``module`` to ``guest`` with its benefit, or why it is rejected."""
     words = words_of("move", module, host.id, guest.id)
-    size = slabs.num_slabs(host.facts, module)
-    share = size / (host.facts.num_layers * host.facts.num_kv_heads)
+    share = slabs.share(host.facts, module)
     heads_share = len(module.heads) / host.facts.num_kv_heads
     if max(host.away_share + share, heads_share) > options.max_away_fraction:
         return Rejected(words, RejectReason.TOO_MUCH_AWAY, host.away_share + share)
@@ -148,11 +147,10 @@ def _weigh_module(
     for instance, influence in ((host, on_host), (guest, on_guest)):
         if over := _over_budget(instance, influence, options):
             return Rejected(words, over, instance.step_s + influence.step_s)
-    size = slabs.num_slabs(host.facts, action.module)
-    share = size / (host.facts.num_layers * host.facts.num_kv_heads)
+    share = slabs.share(host.facts, action.module)
     remote = options.remote_cost * (share if isinstance(action, MoveModule) else -share)
     fall = _fall(host, on_host) + _fall(guest, on_guest) - remote
-    cost_s = migration_s(effect.moved_bytes, effects.way(options.link, host, guest))
+    cost_s = migration_s(effect.moved_bytes, options.link.over(host.far.get(guest.id)))
     first, second = (host.id, on_host), (guest.id, on_guest)
     both = (first, second) if first[0] < second[0] else (second, first)
     return _judged(words, action, lambda: both, fall, cost_s, options)

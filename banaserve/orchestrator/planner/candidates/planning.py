@@ -135,16 +135,15 @@ def modelled(
             if one.guest in names:
                 held = ledger.put(one.host, one.guest, one.module)
                 placements.append(replace(one, guest_bytes=held))
-        far = {
-            name: None if way is None else modelled_way(way, dilation)
-            for name, way in view.far.items()
-        }
+        far = {name: modelled_way(way, dilation) for name, way in view.far.items()}
         found.append(replace(view, placements=tuple(placements), far=far))
     return tuple(found)
 
 
-def modelled_way(distance: Distance, dilation: float) -> Distance:
+def modelled_way(distance: Distance | None, dilation: float) -> Distance | None:
     """Return a measured network path in the profile's time, whose seconds last ``dilation``."""
+    if distance is None:
+        return None
     return Distance(distance.round_trip_s / dilation, distance.bytes_per_s * dilation)
 
 
@@ -310,9 +309,7 @@ def _timed(
     dilation: float,
     gain: float,
 ) -> Step:
-    link = profile.between
-    if distance is not None:
-        link = link.over(modelled_way(distance, dilation))
+    link = profile.between.over(modelled_way(distance, dilation))
     cost_s = migration_s(num_bytes, link) * dilation
     timeout_s = max(_LEAST_TIMEOUT_S * dilation, _TIMEOUT_FACTOR * cost_s)
     return Step(action, felt, cost_s, gain, timeout_s)
