@@ -11,11 +11,10 @@ from banaserve.base.registry import (
     check_class,
     check_options,
 )
-from banaserve.orchestrator.control.move_policies.algorithm1_published import Published
-from banaserve.orchestrator.control.move_policies.algorithm1_repaired import Repaired
+from banaserve.orchestrator.control.move_policies.algorithm1 import Published, Repaired
 from banaserve.orchestrator.control.move_policies.interface import MigrationPolicy
 from banaserve.orchestrator.control.move_policies.named import NamedMigrationPolicy
-from banaserve.orchestrator.control.move_policies.still import Still
+from banaserve.orchestrator.control.move_policies.no_moves import NoMoves
 
 
 class MigrationPolicyClass(Protocol):
@@ -37,7 +36,7 @@ POLICIES: Registry[MigrationPolicyClass] = Registry(
 )
 POLICIES.add("published", Published)
 POLICIES.add("repaired", Repaired)
-POLICIES.add("still", Still)
+POLICIES.add("still", NoMoves)
 
 names = POLICIES.names
 

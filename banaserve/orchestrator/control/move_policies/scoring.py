@@ -161,8 +161,6 @@ def weigh_switch(
 ) -> Weighed | Rejected:
     """Return a role switch with its benefit, or why it is rejected."""
     words = f"switch {switch.words}"
-    if switch.fall <= LEAST_FALL:
-        return Rejected(words, RejectReason.NO_BENEFIT, switch.fall)
     felt = partial(switching.influence, projection, switch, options.horizon_s)
     action = SwitchRole(switch.instance.id, switch.old, switch.new)
     return _judged(words, action, felt, switch.fall, options.role_switch_s, options)

@@ -13,8 +13,8 @@ from banaserve.orchestrator.control.costs import modules as costs
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.orchestrator.control.costs.steps import StepCosts
 from banaserve.orchestrator.control.model.learnt_time import StepWork
-from banaserve.orchestrator.control.move_policies.candidates import sizes
 from banaserve.orchestrator.control.move_policies.options import MoveOptions
+from banaserve.orchestrator.control.move_policies.pairs import sizes
 from banaserve.orchestrator.control.projection import slabs
 from banaserve.orchestrator.planner.candidates.planning import Ledger, PlannedMove, is_modelled
 from banaserve.orchestrator.planner.forecasting.forecast import InstanceUse
