@@ -29,7 +29,7 @@ from banaserve.contracts.control_api import ControllerState, DecisionRecord
 from banaserve.contracts.instances import Ending, StepOutcome
 from banaserve.orchestrator.control.model.moving import Link
 from banaserve.orchestrator.control.turn import ControlLimits, Mode
-from banaserve.orchestrator.planner.loop.decisions import DecisionLog
+from banaserve.orchestrator.planner.loop.decision_log import DecisionLog
 from banaserve.orchestrator.planner.loop.loop import Controller, ControllerOptions
 
 P0, D0 = InstanceId("p0"), InstanceId("d0")

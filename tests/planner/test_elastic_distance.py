@@ -20,8 +20,9 @@ from banaserve.base.types import (
 )
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.model.moving import migration_s
-from banaserve.orchestrator.planner.candidates.planning import PlannedMove, steps_of
-from banaserve.orchestrator.planner.decision import Decision, Situation
+from banaserve.orchestrator.control.move_policies.interface import RejectReason
+from banaserve.orchestrator.planner.candidates.planning import steps_of
+from banaserve.orchestrator.planner.decision import Decision, PlannedMove, Situation
 from banaserve.orchestrator.planner.forecasting.forecast import (
     Forecast,
     FutureRequest,
@@ -121,7 +122,9 @@ def decided(way: Distance | None, dilation: float = 1.0) -> dict[str, float]:
     options = ElasticOptions(profile=OPT.name, dilation=dilation, window_s=60.0 * dilation)
     options = replace(options, horizon_s=60.0 * dilation)
     found = decide(Situation(60.0 * dilation, views, requests, None, False, 2), options)
-    return {one.words: one.worth for one in found.candidates if one.is_forecast}
+    return {
+        one.candidate: one.value for one in found.candidates if one.reason is RejectReason.WORSE
+    }
 
 
 def test_what_hands_over_between_machines_is_worth_less_and_what_does_not_is_not() -> None:

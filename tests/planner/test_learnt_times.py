@@ -12,7 +12,12 @@ from banaserve.base.errors import UserError
 from banaserve.base.types import InstanceId, InstanceReport, InstanceView, ObservedRequest, Role
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.planner.decision import Decision, Situation
-from banaserve.orchestrator.planner.learnt_times import are_learnt, as_learnt, guessed, profile_of
+from banaserve.orchestrator.planner.forecast_profile import (
+    are_learnt,
+    as_learnt,
+    guessed,
+    profile_of,
+)
 from banaserve.orchestrator.planner.options import ElasticOptions
 from banaserve.orchestrator.planner.policy import decide
 from depth import chosen_seed

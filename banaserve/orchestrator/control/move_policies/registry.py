@@ -32,7 +32,7 @@ def _check(name: str, found: object) -> MigrationPolicyClass:
 
 
 POLICIES: Registry[MigrationPolicyClass] = Registry(
-    "migration policy", _check, ["banaserve.orchestrator.planner.registration"]
+    "migration policy", _check, ["banaserve.orchestrator.planner.policy"]
 )
 POLICIES.add("published", Published)
 POLICIES.add("repaired", Repaired)

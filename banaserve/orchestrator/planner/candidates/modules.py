@@ -16,7 +16,8 @@ from banaserve.orchestrator.control.model.learnt_time import StepWork
 from banaserve.orchestrator.control.move_policies.options import MoveOptions
 from banaserve.orchestrator.control.move_policies.pairs import sizes
 from banaserve.orchestrator.control.projection import slabs
-from banaserve.orchestrator.planner.candidates.planning import Ledger, PlannedMove, is_modelled
+from banaserve.orchestrator.planner.candidates.planning import Ledger, is_modelled
+from banaserve.orchestrator.planner.decision import PlannedMove
 from banaserve.orchestrator.planner.forecasting.forecast import InstanceUse
 
 KINDS = ("layers", "heads")

@@ -39,7 +39,7 @@ from banaserve.orchestrator.planner.loop.decision_format import (
     decision_of,
     result_of,
 )
-from banaserve.orchestrator.planner.loop.decisions import DecisionLog
+from banaserve.orchestrator.planner.loop.decision_log import DecisionLog
 from banaserve.orchestrator.planner.policy import Elastic, plan_of
 from banaserve.orchestrator.planner.process import DecisionProcess
 
