@@ -15,8 +15,9 @@ import zmq
 from banaserve.base.errors import InstanceDeadError
 from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.serving.launch.launcher import Launcher
-from banaserve.sim.timeline import Timeline, VirtualTimeLoop
+from banaserve.sim.timeline import Timeline
 from seeded_threads import Thread, run_on_thread
+from virtual_time import VirtualTimeLoop
 
 T = TypeVar("T")
 FIRST_PID = 10_000_000

@@ -212,11 +212,6 @@ def _forgetting(before: Remembered, now_s: float, limits: ControlLimits) -> Reme
     )
 
 
-def kind_of(action: Action) -> str:
-    """Return ``layers``, ``heads``, ``return``, ``role`` or ``chunk``: a metric's label."""
-    return Attempt.of(action).kind
-
-
 def words(action: Action) -> str:
     """Return a description of ``action``, worded as policies word their candidates."""
     if isinstance(action, SwitchRole):

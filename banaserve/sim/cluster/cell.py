@@ -26,13 +26,13 @@ from banaserve.orchestrator.control.move_policies import registry as migrations
 from banaserve.orchestrator.control.rebalancing import (
     RebalanceOptions,
     choose_moves,
+    load_of,
     remaining_tokens,
 )
 from banaserve.orchestrator.control.routing import registry as routings
 from banaserve.orchestrator.control.turn import Mode, Remembered, Turn
 from banaserve.orchestrator.control.turn import turn as take_turn
 from banaserve.sim.cluster.placing import Placing
-from banaserve.sim.cluster.rebalancing import loads
 from banaserve.sim.instances.engine import SimEngine
 from banaserve.sim.instances.instance import SimInstance
 from banaserve.sim.instances.prefix_cache import HASH_BLOCK_TOKENS, SimPrefixCache
@@ -361,8 +361,13 @@ class Cell:
         remaining = remaining_tokens(cluster.output_lengths)
         begun, self._rebalancing = self._rebalancing, set()
         for role in options.roles:
-            seen = loads(self.instances, cluster, role)
-            moves = choose_moves(seen, now_s, options, remaining, begun)
+            views = [one for one in cluster.instances.values() if one.role is role and one.ready]
+            engines = [self.instances[view.id].engine for view in views]
+            loads = [
+                load_of(view, engine.num_streams, engine.streams)
+                for view, engine in zip(views, engines, strict=True)
+            ]
+            moves = choose_moves(loads, now_s, options, remaining, begun)
             self._rebalancing.update(moves)
             for source, streams in moves.items():
                 for stream in streams:

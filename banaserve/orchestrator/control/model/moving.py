@@ -1,10 +1,16 @@
-"""Cost of a migration, once and in every step: BanaServe Eqs. 4, 5, 11, 28 and 29."""
+"""Times over a network path: of a migration, of a remote module in a step, of a hand-over.
+
+BanaServe Eqs. 4, 5, 11, 28 and 29.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from banaserve.base.types import Distance, InstanceFacts, Module
+from banaserve.base.types import Distance, InstanceFacts, InstanceView, Module
+
+UNMEASURED = Distance(round_trip_s=1e-3, bytes_per_s=125e6)
+"""Assumed network path if none has been, or could be, measured: a slow one of 1 Gbit/s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +79,15 @@ def within_budget(before_s: float, after_s: float, budget_s: float | None) -> bo
     could never be relieved. None is no budget.
     """
     return budget_s is None or after_s <= max(budget_s, before_s)
+
+
+def way_s(source: InstanceView, target: InstanceView, tokens: int) -> float:
+    """Return the transfer time of the KV of ``tokens`` tokens between two instances, in seconds.
+
+    The time is 0 if both are on one machine. If the KV size of a token is unknown, only a round
+    trip counts, so that paths of different bandwidth look alike.
+    """
+    if target.id not in source.far:
+        return 0.0
+    way = source.far[target.id] or UNMEASURED
+    return way.round_trip_s + tokens * source.kv_token_bytes / way.bytes_per_s

@@ -32,7 +32,7 @@ from banaserve.orchestrator.control.model.excess import (
     Limits,
     RouteSituation,
 )
-from banaserve.orchestrator.control.model.handing_over import way_s
+from banaserve.orchestrator.control.model.moving import way_s
 from banaserve.orchestrator.control.model.serving_times import (
     NO_PROMPTS,
     InstanceTimes,

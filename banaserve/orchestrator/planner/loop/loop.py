@@ -12,7 +12,7 @@ from typing import Any
 from banaserve.base.clock import Clock
 from banaserve.base.errors import PolicyError
 from banaserve.base.registry import one_line
-from banaserve.base.types import ClusterView, InstanceId, Step
+from banaserve.base.types import Attempt, ClusterView, InstanceId, Step
 from banaserve.contracts.control_api import (
     ControllerState,
     ControllerStatus,
@@ -29,7 +29,6 @@ from banaserve.orchestrator.control.turn import (
     Mode,
     Remembered,
     concluded,
-    kind_of,
     to_plan_for,
 )
 from banaserve.orchestrator.planner.loop import metrics
@@ -304,7 +303,7 @@ class Controller:
             self.log.write(decision)
             return False
         error = abs(step.cost_s - outcome.seconds) / max(outcome.seconds, 1e-9)
-        metrics.COST_ERROR.labels(kind_of(step.action)).set(error)
+        metrics.COST_ERROR.labels(Attempt.of(step.action).kind).set(error)
         self._settling.append(_Settling(decision, wanted, step.instances, now_s))
         return True
 
