@@ -19,7 +19,7 @@ from banaserve.orchestrator.planner.candidates.arrangement import (
     arrangement_of,
     arrangements,
     assign,
-    device_of,
+    device_kind,
     orders,
 )
 from banaserve.orchestrator.planner.candidates.planning import (
@@ -96,7 +96,7 @@ class Search:
             routing=options.routing,
             routing_options=options.routing_options,
             attention_fraction=None,
-            devices={view.id: kind for view in self._views if (kind := device_of(view))},
+            devices={view.id: kind for view in self._views if (kind := device_kind(view))},
         )
         # The time of a module on another kind of device is not modelled here.
         self._kinds = () if self._system.devices else options.kinds

@@ -26,7 +26,7 @@ from banaserve.orchestrator.control.move_policies import registry as migrations
 from banaserve.orchestrator.control.rebalancing import (
     RebalanceOptions,
     choose_moves,
-    load_of,
+    decode_load_of,
     remaining_tokens,
 )
 from banaserve.orchestrator.control.routing import registry as routings
@@ -364,7 +364,7 @@ class Cell:
             views = [one for one in cluster.instances.values() if one.role is role and one.ready]
             engines = [self.instances[view.id].engine for view in views]
             loads = [
-                load_of(view, engine.num_streams, engine.streams)
+                decode_load_of(view, engine.num_streams, engine.streams)
                 for view, engine in zip(views, engines, strict=True)
             ]
             moves = choose_moves(loads, now_s, options, remaining, begun)

@@ -11,7 +11,7 @@ from typing import Any
 
 from banaserve.base.clock import Clock
 from banaserve.base.errors import PolicyError
-from banaserve.base.registry import one_line
+from banaserve.base.registry import one_line, option_names
 from banaserve.base.types import Attempt, ClusterView, InstanceId, Step
 from banaserve.contracts.control_api import (
     ControllerState,
@@ -249,9 +249,9 @@ class Controller:
 
     def _section(self) -> dict[str, Any]:
         section, link = dict(self._options.section), self._executor.link()
-        if self._options.policy not in ("still", "elastic"):
-            for option, name in _LEARNT.items():
-                section.setdefault(option, getattr(link, name))
+        known = option_names(registry.POLICIES.get(self._options.policy).Options)
+        for option in _LEARNT.keys() & set(known):
+            section.setdefault(option, getattr(link, _LEARNT[option]))
         return section
 
     def _count_left_out(self, decision: DecisionRecord) -> None:
