@@ -34,9 +34,9 @@ class PacedMoves(TimeHook):
 
     def committed(self) -> None:
         pacer = self._pacer
-        pacer.hold(pacer.now_s(), pacer.profile.between.sync_s)
+        pacer.hold(pacer.now_s(), pacer.profile.link.sync_s)
         pacer.woke()  # the engine was stalled until now
 
     def _hold(self, took_s: float, modelled_bytes: float) -> None:
         pacer = self._pacer
-        pacer.hold(pacer.now_s() - took_s, pacer.profile.between.transfer_s(modelled_bytes))
+        pacer.hold(pacer.now_s() - took_s, pacer.profile.link.transfer_s(modelled_bytes))

@@ -127,7 +127,7 @@ def _gain(profile: Profile, kind: str, share: float, point: Point) -> ModuleGain
         share,
         _speed(profile, module, point, 1.0),
         _speed(profile, module, point, room),
-        migration_s(slabs.moved_bytes(facts, module, used, False), profile.between),
+        migration_s(slabs.moved_bytes(facts, module, used, False), profile.link),
     )
 
 
@@ -153,7 +153,7 @@ def older_gain(profile: Profile, point: Point) -> ModuleGain:
     hop_s = _older_hop_s(profile, profile.model.num_layers, point.batch)
     speed = 1 / (1 - relief + hop_s / step_s) - 1
     num_bytes = point.batch * point.context * profile.model.token_bytes
-    return ModuleGain("older blocks", 1.0, speed, speed, migration_s(num_bytes, profile.between))
+    return ModuleGain("older blocks", 1.0, speed, speed, migration_s(num_bytes, profile.link))
 
 
 def gains(profile: Profile, point: Point) -> list[ModuleGain]:
@@ -247,7 +247,7 @@ def _older_hop_s(profile: Profile, num_layers: int, tokens: int) -> float:
     Args:
         tokens: Number of tokens of the step.
     """
-    shape, link = profile.model, profile.between
+    shape, link = profile.model, profile.link
     head_bytes = shape.head_dim * shape.element_bytes + 4 * (shape.head_dim + 1)
     num_bytes = tokens * shape.num_heads * head_bytes
     return num_layers * (2 * link.hop_s + link.transfer_s(num_bytes))

@@ -103,7 +103,7 @@ def test_a_move_takes_as_long_as_its_bytes_do_on_the_way(way: Distance | None, d
     planned = Decision((), (), 0.1, None, "", (), (move,))
     [step] = steps_of(planned, views, OPT, dilation, 60.0)
     assert isinstance(step.action, MoveModule)
-    own = migration_s(step.action.num_bytes, OPT.between) * dilation
+    own = migration_s(step.action.num_bytes, OPT.link) * dilation
     if way is SLOW:
         # The way is measured in seconds of the clock, the profile's are longer.
         expected = step.action.num_bytes / SLOW.bytes_per_s + OPT.link.sync_s * dilation

@@ -15,13 +15,13 @@ from banaserve.base.types import InstanceFacts, InstanceView
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.costs.profile import (
     DecodeSection,
-    LinkSection,
     MemorySection,
     ModelSection,
     PrefillSection,
     Profile,
 )
 from banaserve.orchestrator.control.model.learnt_time import StepWork
+from banaserve.orchestrator.control.model.moving import Link
 from banaserve.orchestrator.control.model.serving_times import assumed_coefficients
 from banaserve.orchestrator.planner.options import ElasticOptions
 
@@ -82,7 +82,7 @@ def guessed(facts: InstanceFacts) -> Profile:
         DecodeSection(read_s, read_s * token_bytes / weights, token_s),
         None,
         MemorySection(max(1, kv_bytes // token_bytes), facts.block_tokens),
-        LinkSection(3e9, 1e-3, 1e-4),
+        Link(3e9, 1e-3, 1e-4),
     )  # fmt: skip
 
 

@@ -102,7 +102,7 @@ class Cell:
         self._listener = listener
         self._turn, self._lighter = turn, lighter
         self._token_bytes = profile.model.token_bytes
-        self._link = profile.between
+        self._link = profile.link
         self._token_s = self._token_bytes / self._link.bytes_per_s
         self._hop_s = self._link.hop_s
         self._routing = routings.make_named(system.routing, start=turn, **system.routing_options)

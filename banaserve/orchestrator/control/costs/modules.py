@@ -51,5 +51,5 @@ def hop_s(profile: Profile, module: Module, tokens: int, distance: Distance | No
         tokens: Number of tokens of the step.
         distance: Network path to the guest's machine; None if the guest is on the same machine.
     """
-    link = profile.between.over(distance)
+    link = profile.link.over(distance)
     return moving.hop_s(profile.facts, module, tokens, link)

@@ -115,15 +115,6 @@ class MemorySection:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkSection:
-    """Link between two instances, and between an instance and the store."""
-
-    bytes_per_s: float
-    sync_s: float
-    hop_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Profile:
     """A modelled device with a modelled model; its times are computed, not measured."""
 
@@ -134,16 +125,12 @@ class Profile:
     decode_small: DecodeSection
     decode_large: DecodeSection | None
     memory: MemorySection
-    link: LinkSection
+    link: Link
 
     def decode(self, batch: int) -> DecodeSection:
         """Return the coefficients for ``batch`` requests."""
         large = self.decode_large
         return large if large is not None and batch >= large.from_batch else self.decode_small
-
-    @property
-    def between(self) -> Link:
-        return Link(self.link.bytes_per_s, self.link.sync_s, self.link.hop_s)
 
     @property
     def facts(self) -> InstanceFacts:
@@ -204,7 +191,7 @@ def load(name_or_path: str) -> Profile:
         read_section(path, "decode.small", decode["small"], DecodeSection),
         None if large is None else read_section(path, "decode.large", large, DecodeSection),
         read_section(path, "memory", table["memory"], MemorySection),
-        read_section(path, "link", table["link"], LinkSection),
+        read_section(path, "link", table["link"], Link, ("sync_s", "hop_s")),
     )
 
 
@@ -242,8 +229,13 @@ def check_keys(
             raise UserError(f"{path}: {prefix}{key} is missing")
 
 
-def read_section(path: Path, name: str, table: Any, kind: type[Section]) -> Section:
+def read_section(
+    path: Path, name: str, table: Any, kind: type[Section], required: tuple[str, ...] = ()
+) -> Section:
     """Build ``kind`` from a section whose values are finite numbers of the right type, above 0.
+
+    Args:
+        required: Keys that the section must have, besides those without a default.
 
     Raises:
         UserError: A key is missing, unknown or out of range; the message names file and key.
@@ -254,7 +246,7 @@ def read_section(path: Path, name: str, table: Any, kind: type[Section]) -> Sect
     known = tuple(f.name for f in fields(kind))  # type: ignore[arg-type]
     defaults = {f.name: f.default for f in fields(kind)}  # type: ignore[arg-type]
     needed = tuple(key for key in known if not isinstance(defaults[key], int | float))
-    check_keys(path, f"{name}.", table, known, needed)
+    check_keys(path, f"{name}.", table, known, (*needed, *required))
     for key, value in table.items():
         wanted = (int,) if hints[key] is int else (int, float)
         if isinstance(value, bool) or not isinstance(value, wanted) or not isfinite(value):

@@ -270,7 +270,7 @@ class _MoveSteps:
         felt: tuple[tuple[InstanceId, Influence], ...],
         distance: Distance | None,
     ) -> Step:
-        link = self._profile.between.over(modelled_way(distance, self._dilation))
+        link = self._profile.link.over(modelled_way(distance, self._dilation))
         cost_s = migration_s(action.num_bytes, link) * self._dilation
         timeout_s = max(_LEAST_TIMEOUT_S * self._dilation, _TIMEOUT_FACTOR * cost_s)
         return Step(action, felt, cost_s, self._gain, timeout_s)
