@@ -233,7 +233,7 @@ class _PublishedSearch(_Search):
         if module is None:
             return Rejected(words, RejectReason.NO_MODULE, gap)
         words = scoring.words_of("move", module, host.id, guest.id)
-        effect = effects.leaving(host, guest, module, options)
+        effect = effects.memory_effect(host, guest, module, options)
         for instance, added in ((host, effect.host_blocks), (guest, effect.guest_blocks)):
             if refusal := scoring.room_refusal(instance, added, options):
                 return Rejected(words, refusal, gap)

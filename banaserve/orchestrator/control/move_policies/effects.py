@@ -27,36 +27,25 @@ class MemoryEffect(NamedTuple):
     moved_bytes: int
 
 
-def leaving(
+def memory_effect(
     host: Projected, guest: Projected, module: Module, options: MoveOptions
 ) -> MemoryEffect:
-    """Return the change of memory when ``module`` moves from ``host`` to ``guest``."""
+    """Return the change of memory when ``module`` goes to ``guest``, or home if it is away."""
+    is_away = module in host.away
+    home = host.home.moved(host.facts, module, is_away)
+    host_after = host.blocks_with(home, host.guest_bytes)
     shared = options.weights_are_shared
-    host_after = host.blocks_with(host.home.without(host.facts, module), host.guest_bytes)
-    held = slabs.guest_bytes(host.facts, module, host_after, shared)
-    guest_after = guest.blocks_with(guest.home, guest.guest_bytes + held)
+    if is_away:
+        held = -host.away[module].guest_bytes
+    else:
+        held = slabs.guest_bytes(host.facts, module, host_after, shared)
+    guest_after = guest.blocks_with(guest.home, max(0, guest.guest_bytes + held))
     used = min(host.wanted_blocks, host.kv_blocks)
     return MemoryEffect(
         host_after - host.kv_blocks,
         guest_after - guest.kv_blocks,
         held,
         slabs.moved_bytes(host.facts, module, used, shared),
-    )
-
-
-def returning(
-    host: Projected, guest: Projected, module: Module, options: MoveOptions
-) -> MemoryEffect:
-    """Return the change of memory when ``module`` comes home to ``host``."""
-    host_after = host.blocks_with(host.home.with_back(host.facts, module), host.guest_bytes)
-    held = host.away[module].guest_bytes
-    guest_after = guest.blocks_with(guest.home, max(0, guest.guest_bytes - held))
-    used = min(host.wanted_blocks, host.kv_blocks)
-    return MemoryEffect(
-        host_after - host.kv_blocks,
-        guest_after - guest.kv_blocks,
-        -held,
-        slabs.moved_bytes(host.facts, module, used, options.weights_are_shared),
     )
 
 

@@ -97,7 +97,7 @@ def weigh_move(
     heads_share = len(module.heads) / host.facts.num_kv_heads
     if max(host.away_share + share, heads_share) > options.max_away_fraction:
         return Rejected(words, RejectReason.TOO_MUCH_AWAY, host.away_share + share)
-    effect = effects.leaving(host, guest, module, options)
+    effect = effects.memory_effect(host, guest, module, options)
     if effect.host_blocks <= 0 and effects.overlap_of(host, options) == 0:
         return Rejected(words, RejectReason.NO_BLOCK_FREED)
     action = MoveModule(host.id, guest.id, module, effect.moved_bytes)
@@ -127,7 +127,7 @@ def weigh_return(
 ) -> Weighed | Rejected:
     """Return the return of ``module`` to its host with its benefit, or why it is rejected."""
     words = words_of("return", module, guest.id, host.id)
-    effect = effects.returning(host, guest, module, options)
+    effect = effects.memory_effect(host, guest, module, options)
     action = ReturnModule(host.id, guest.id, module, effect.moved_bytes)
     return _weigh_module(words, action, host, guest, effect, options)
 

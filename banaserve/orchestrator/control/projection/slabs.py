@@ -69,13 +69,11 @@ class Home(NamedTuple):
                 layers -= module.num_layers
         return cls(layers, slabs)
 
-    def without(self, facts: InstanceFacts, module: Module) -> Home:
-        layers = self.layers if module.heads else self.layers - module.num_layers
-        return Home(layers, self.slabs - num_slabs(facts, module))
-
-    def with_back(self, facts: InstanceFacts, module: Module) -> Home:
-        layers = self.layers if module.heads else self.layers + module.num_layers
-        return Home(layers, self.slabs + num_slabs(facts, module))
+    def moved(self, facts: InstanceFacts, module: Module, is_back: bool) -> Home:
+        """Return what is at home after ``module`` has left, or come back."""
+        sign = 1 if is_back else -1
+        layers = 0 if module.heads else module.num_layers
+        return Home(self.layers + sign * layers, self.slabs + sign * num_slabs(facts, module))
 
     def blocks(self, facts: InstanceFacts, guest_bytes: int) -> int:
         """Return how many KV blocks fit besides guests, weights and immovable memory."""

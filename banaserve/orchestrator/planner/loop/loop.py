@@ -22,7 +22,6 @@ from banaserve.contracts.control_api import (
 from banaserve.contracts.instances import Ending, Executor, StepOutcome
 from banaserve.orchestrator.control.move_policies import registry
 from banaserve.orchestrator.control.move_policies.interface import MigrationPlan
-from banaserve.orchestrator.control.move_policies.named import NamedMigrationPolicy
 from banaserve.orchestrator.control.turn import (
     ControlLimits,
     Held,
@@ -240,7 +239,9 @@ class Controller:
                 self._carry(self._carry_out(step, wanted, decision))
         metrics.UNDER_WAY.set(len(found.view.under_way) + len(found.begin))
 
-    async def _plan(self, policy: NamedMigrationPolicy, view: ClusterView) -> MigrationPlan:
+    async def _plan(
+        self, policy: registry.NamedMigrationPolicy, view: ClusterView
+    ) -> MigrationPlan:
         """Return the policy's plan; a plan that takes seconds is made in a separate process."""
         if isinstance(elastic := policy.policy, Elastic):
             decision = await self._deciding.decide(elastic.situation(view), elastic.options)
