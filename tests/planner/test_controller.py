@@ -314,6 +314,14 @@ async def test_measured_links_reach_the_policy(make, cluster, clock):
     assert controller.status().link_bytes_per_s == 1e8
 
 
+async def test_a_policy_without_options_for_the_link_gets_none(make, cluster, clock):
+    cluster.learnt = Link(1e8, 0.5)
+    controller = make(policy="still", section={})
+    await clock.next()
+    assert controller.log.last()[0].reason == "the policy moves nothing"
+    assert controller.status().num_restarts == 0
+
+
 async def test_what_a_person_has_given_is_not_learnt(make, cluster, clock):
     cluster.learnt = Link(1e8, 0.5)
     controller = make(section={"rho": 0.0, "link_sync_s": 3.0})
