@@ -148,13 +148,11 @@ def as_learnt(profile: Profile, views: Sequence[InstanceView], dilation: float =
     if fetches:
         fetch_token_s = sum(fetches) / len(fetches)
         link = replace(link, bytes_per_s=profile.model.token_bytes / fetch_token_s)
-    return Profile(
-        profile.name,
-        profile.source,
-        profile.model,
-        PrefillSection(fixed_s, token_s, pair_s),
-        DecodeSection(fixed_s, context_s, request_s),
-        None,
-        memory,
-        link,
+    return replace(
+        profile,
+        prefill=PrefillSection(fixed_s, token_s, pair_s),
+        decode_small=DecodeSection(fixed_s, context_s, request_s),
+        decode_large=None,
+        memory=memory,
+        link=link,
     )
