@@ -305,10 +305,8 @@ class _RepairedSearch(_Search):
             if isinstance(candidate, Rejected):
                 self.rejected.append(candidate)
             elif candidate.cost_s > left_s:
-                too_long = Rejected(
-                    candidate.words, RejectReason.MIGRATION_BUDGET, candidate.cost_s
-                )
-                self.rejected.append(too_long)
+                reason = RejectReason.MIGRATION_BUDGET
+                self.rejected.append(Rejected(candidate.words, reason, candidate.cost_s))
             else:
                 weighed.append(candidate)
                 self.leading_s = max(self.leading_s, candidate.net_s)
@@ -338,10 +336,9 @@ class _RepairedSearch(_Search):
     def _moves(self) -> Iterator[Weighed | Rejected]:
         """Yield moves for each resource, from the fullest host with a worthwhile move."""
         seeks = [pairs.memory_pairs]
+        # Without overlap, it only gives the reason for no pair: once per plan is enough.
         if not self.steps or self.overlaps:
-            seeks.append(
-                pairs.compute_pairs
-            )  # without overlap, it only gives the reason for no pair: once per plan is enough
+            seeks.append(pairs.compute_pairs)
         for seek in seeks:
             helped: InstanceId | None = None
             for pair in seek(self.projection, self.cluster.now_s, self.options, self.rejected):
