@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -116,7 +116,11 @@ class MemorySection:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A modelled device with a modelled model; its times are computed, not measured."""
+    """A modelled device with a modelled model; its times are computed, not measured.
+
+    Attributes:
+        facts: Facts of an instance whose memory is just large enough for its KV.
+    """
 
     name: str
     source: str
@@ -126,15 +130,17 @@ class Profile:
     decode_large: DecodeSection | None
     memory: MemorySection
     link: Link
+    facts: InstanceFacts = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "facts", self._facts())
 
     def decode(self, batch: int) -> DecodeSection:
         """Return the coefficients for ``batch`` requests."""
         large = self.decode_large
         return large if large is not None and batch >= large.from_batch else self.decode_small
 
-    @property
-    def facts(self) -> InstanceFacts:
-        """Facts of an instance of this profile whose memory is just large enough for its KV."""
+    def _facts(self) -> InstanceFacts:
         shape, tokens = self.model, self.memory.kv_tokens
         fixed_bytes = shape.fixed_weights * shape.element_bytes
         weights = shape.num_layers * shape.layer_weight_bytes
