@@ -22,6 +22,7 @@ NEW_PATHS = {
     "banaserve.errors": "banaserve.base.errors",
     "banaserve.kvstore.interface": "banaserve.kvstore.leases",
     "banaserve.orchestrator.control.migration.interface": f"{_CONTROL}.move_policies.interface",
+    "banaserve.orchestrator.control.model.handing_over": f"{_CONTROL}.model.moving",
     "banaserve.orchestrator.migration.interface": f"{_CONTROL}.move_policies.interface",
     "banaserve.orchestrator.replicas.interface": "banaserve_route.policies.interface",
     "banaserve.orchestrator.routing.interface": f"{_CONTROL}.routing.interface",

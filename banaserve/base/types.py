@@ -158,7 +158,7 @@ class InstanceReport:
         gpu_busy_fraction: Share of time with any kernel running on its GPUs, in [0, 1], by NVML;
             None without NVML.
         gpu_memory_fraction: Share of its GPUs' memory that any process uses; None without NVML.
-        step_coefficients: Coefficients of ``orchestrator/model/calibration.py:StepTime`` learnt
+        step_coefficients: Coefficients of ``control/model/learnt_time.py:step_time`` learnt
             from the instance's steps; 0 for kinds of work that were rare, empty until there are
             enough steps.
         fetch_token_s: Time to fetch the KV of one token from the store, in seconds; 0 before the

@@ -22,7 +22,7 @@ from banaserve.engine.compat.scheduler import (
     check_first_come,
     use_waiting_queue,
 )
-from banaserve.orchestrator.control.priority_groups import NUM_GROUPS, PriorityGroups
+from banaserve.engine.priority_groups import NUM_GROUPS, PriorityGroups
 
 LOOKS_A_STEP = 16
 """Number of waiting requests whose cached fraction is measured again before each step.

@@ -59,7 +59,7 @@ from banaserve.orchestrator.control.routing.legs import LegOptions
 from banaserve.orchestrator.control.turn import ControlLimits, Mode
 from banaserve.orchestrator.planner.forecast_profile import forecast_profile
 from banaserve.orchestrator.planner.loop.decision_format import rebalancing_of
-from banaserve.orchestrator.planner.loop.decisions import DecisionLog
+from banaserve.orchestrator.planner.loop.decision_log import DecisionLog
 from banaserve.orchestrator.planner.loop.loop import Controller, ControllerOptions
 from banaserve.orchestrator.planner.loop.time_scaling import dilated, stretched
 from banaserve.serving.client import DisaggregatedClient

@@ -12,7 +12,7 @@ from banaserve.orchestrator.control.costs.profile import Profile
 
 def of(profile: Profile) -> Miniature:
     """Return the dimensions of the miniature of the profile's model."""
-    shape = profile.shape
+    shape = profile.model
     return Miniature.of(
         shape.num_layers, shape.num_heads, shape.num_kv_heads, profile.model.max_context_tokens
     )

@@ -21,7 +21,7 @@ class PacedMoves(TimeHook):
         self._pacer = pacer
         self._shape = shape
         # Bytes of the modelled model for each byte that is really copied.
-        self._kv_scale = pacer.profile.shape.token_bytes / token_bytes
+        self._kv_scale = pacer.profile.model.token_bytes / token_bytes
 
     def copied(self, num_bytes: int, took_s: float) -> None:
         self._hold(took_s, num_bytes * self._kv_scale)
@@ -30,13 +30,13 @@ class PacedMoves(TimeHook):
         if modules.has_weights:
             profile = self._pacer.profile
             (module,) = modelled(profile, self._shape, modules)
-            self._hold(took_s, module.num_layers * profile.shape.layer_weight_bytes)
+            self._hold(took_s, module.num_layers * profile.model.layer_weight_bytes)
 
     def committed(self) -> None:
         pacer = self._pacer
-        pacer.hold(pacer.now_s(), pacer.profile.between.sync_s)
+        pacer.hold(pacer.now_s(), pacer.profile.link.sync_s)
         pacer.woke()  # the engine was stalled until now
 
     def _hold(self, took_s: float, modelled_bytes: float) -> None:
         pacer = self._pacer
-        pacer.hold(pacer.now_s() - took_s, pacer.profile.between.transfer_s(modelled_bytes))
+        pacer.hold(pacer.now_s() - took_s, pacer.profile.link.transfer_s(modelled_bytes))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.orchestrator.control.costs.steps import StepCosts
 from banaserve.orchestrator.control.costs.transfers import Copied, StepTimes, step_times
-from banaserve.orchestrator.control.model.calibration import StepWork
+from banaserve.orchestrator.control.model.learnt_time import StepWork
 from banaserve.orchestrator.control.model.overlapping import LEAST_PART_TOKENS, WORTH, makespan_s
 from banaserve.pacing.placement_cost import RemoteShare
 from banaserve.pacing.step_log import SUFFIX, PacedStep, StepLog, StepReader, readers

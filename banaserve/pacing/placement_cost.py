@@ -10,6 +10,7 @@ from banaserve.contracts.move_phase import ModelGeometry
 from banaserve.migration.units.base import MigrationUnit
 from banaserve.orchestrator.control.costs import modules as costs
 from banaserve.orchestrator.control.costs.profile import Profile
+from banaserve.orchestrator.control.projection import slabs
 
 ATTENTION_FRACTION = 0.3
 """Share of a layer's time that moves with its heads, as the simulator assumes it."""
@@ -21,7 +22,7 @@ def modelled(profile: Profile, own: ModelGeometry, modules: MigrationUnit) -> li
     Args:
         own: Shape of the model that really runs.
     """
-    shape = profile.shape
+    shape = profile.model
     return modules.modelled(own, ModelGeometry(shape.num_layers, shape.num_kv_heads))
 
 
@@ -66,7 +67,7 @@ class RemoteShare:
                 first_s = costs.hop_s(profile, module, 0)
                 hop_s += first_s
                 hop_token_s += costs.hop_s(profile, module, 1) - first_s
-                share = costs.share(profile, module, ATTENTION_FRACTION)
+                share = slabs.compute_share(profile.facts, module, ATTENTION_FRACTION)
                 shares[target] = shares.get(target, 0.0) + share
                 if not module.heads:
                     elsewhere[target] = elsewhere.get(target, 0.0) + share

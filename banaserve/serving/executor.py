@@ -35,7 +35,7 @@ from banaserve.migration.units.registry import unit_of
 from banaserve.orchestrator.control.cluster_view import Known, cluster_view
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.costs.devices import device_of, relative_speed
-from banaserve.orchestrator.control.model.calibration import TransferTime, eased
+from banaserve.orchestrator.control.model.learnt_time import eased, link_of, transfer_time
 from banaserve.orchestrator.control.model.moving import Link
 from banaserve.pacing.config import settings_of as pacing_of
 from banaserve.serving.cluster import Cluster
@@ -177,7 +177,7 @@ class MoveExecutor:
         self._active: dict[int, Step] = {}
         self._own_ids: set[str] = set()
         self._learnt: set[str] = set()
-        self._transfer = TransferTime.of(_FIRST_LINK, doubt=2.0)
+        self._transfer = transfer_time(_FIRST_LINK, doubt=2.0)
         self._learnt_s = clock.now()
         self._hop_s = _FIRST_LINK.hop_s
 
@@ -329,7 +329,7 @@ class MoveExecutor:
         learnt = [meter.call_s for meter in meters if meter.call_s is not None]
         if learnt:
             self._hop_s = median(learnt) / 2
-        return eased(self._transfer.link(self._hop_s), _FIRST_LINK, self._learnt_age_s())
+        return eased(link_of(self._transfer, self._hop_s), _FIRST_LINK, self._learnt_age_s())
 
     def _learnt_age_s(self) -> float:
         return self._clock.now() - self._learnt_s
@@ -344,7 +344,7 @@ class MoveExecutor:
             self._learnt.add(migration.id)
             seconds = seconds_of(migration)
             if seconds > 0:
-                self._transfer = self._transfer.observed(bytes_of(migration), seconds)
+                self._transfer = self._transfer.observed((1.0, bytes_of(migration)), seconds)
                 self._learnt_s = self._clock.now()
                 error = self._transfer.error_fraction
                 metrics.STEP_ERROR.labels("migration", "").set(error)

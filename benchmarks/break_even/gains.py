@@ -13,12 +13,11 @@ from typing import NamedTuple
 from banaserve.base.types import InstanceId, Module
 from banaserve.orchestrator.control.costs import modules as costs
 from banaserve.orchestrator.control.costs.profile import Profile
-from banaserve.orchestrator.control.model.calibration import StepWork
+from banaserve.orchestrator.control.model.learnt_time import StepWork
 from banaserve.orchestrator.control.model.moving import migration_s
 from banaserve.orchestrator.control.projection import slabs
 from banaserve.orchestrator.planner.candidates.modules import (
     has_room,
-    module_of,
     net_relief,
     step_time_s,
 )
@@ -112,8 +111,9 @@ def _gains(profile: Profile, kind: str, point: Point) -> list[ModuleGain]:
 
 def _gain(profile: Profile, kind: str, share: float, point: Point) -> ModuleGain | None:
     facts = profile.facts
-    total = facts.num_kv_heads if kind == "heads" else facts.num_layers
-    module = module_of(kind, max(1, int(total * share)), (), profile)
+    heads = kind == "heads"
+    size = max(1, int(slabs.num_movable(facts, heads) * share))
+    module = slabs.free(facts, (), size, heads)
     assert module is not None
     ledger = Ledger(facts, ())
     before = ledger.blocks(_HOST)
@@ -127,14 +127,14 @@ def _gain(profile: Profile, kind: str, share: float, point: Point) -> ModuleGain
         share,
         _speed(profile, module, point, 1.0),
         _speed(profile, module, point, room),
-        migration_s(slabs.moved_bytes(facts, module, used, False), profile.between),
+        migration_s(slabs.moved_bytes(facts, module, used, False), profile.link),
     )
 
 
 def _speed(profile: Profile, module: Module, point: Point, room: float) -> float:
     """Return the gain in tokens a second of a larger batch; -inf if a guest lacks the time."""
     grown = Point(min(MAX_REQUESTS, int(point.batch * room)), point.context)
-    work = costs.share(profile, module, costs.attention_fraction(profile, grown.work))
+    work = slabs.compute_share(profile.facts, module, costs.attention_fraction(profile, grown.work))
     if work > IDLE_FRACTION + 1e-9:
         return float("-inf")
     step_s = step_time_s(profile, grown.work) * (1 - net_relief(profile, module, grown.work))
@@ -150,10 +150,10 @@ def older_gain(profile: Profile, point: Point) -> ModuleGain:
     """
     step_s = step_time_s(profile, point.work)
     relief = _WORN * costs.attention_fraction(profile, point.work)
-    hop_s = costs.older_hop_s(profile, profile.model.num_layers, point.batch)
+    hop_s = _older_hop_s(profile, profile.model.num_layers, point.batch)
     speed = 1 / (1 - relief + hop_s / step_s) - 1
-    num_bytes = point.batch * point.context * profile.shape.token_bytes
-    return ModuleGain("older blocks", 1.0, speed, speed, migration_s(num_bytes, profile.between))
+    num_bytes = point.batch * point.context * profile.model.token_bytes
+    return ModuleGain("older blocks", 1.0, speed, speed, migration_s(num_bytes, profile.link))
 
 
 def gains(profile: Profile, point: Point) -> list[ModuleGain]:
@@ -171,8 +171,9 @@ def prompt_gain(profile: Profile, kind: str, tokens: int, share: float = PROMPT_
     ``share`` of the instance's layers or heads is away.
     """
     facts = profile.facts
-    total = facts.num_kv_heads if kind == "heads" else facts.num_layers
-    module = module_of(kind, max(1, int(total * share)), (), profile)
+    heads = kind == "heads"
+    size = max(1, int(slabs.num_movable(facts, heads) * share))
+    module = slabs.free(facts, (), size, heads)
     assert module is not None
     return 1 / (1 - net_relief(profile, module, StepWork(tokens, tokens**2))) - 1
 
@@ -236,3 +237,17 @@ def switch_gain(profile: Profile, point: Point) -> SwitchGain:
         step_time_s(profile, small),
         1 - large_s / step_s,
     )
+
+
+def _older_hop_s(profile: Profile, num_layers: int, tokens: int) -> float:
+    """Return the time that remote older blocks of ``num_layers`` layers add to a step, in seconds.
+
+    In each layer, queries are sent, and outputs and their log-sum-exp return as float32.
+
+    Args:
+        tokens: Number of tokens of the step.
+    """
+    shape, link = profile.model, profile.link
+    head_bytes = shape.head_dim * shape.element_bytes + 4 * (shape.head_dim + 1)
+    num_bytes = tokens * shape.num_heads * head_bytes
+    return num_layers * (2 * link.hop_s + link.transfer_s(num_bytes))

@@ -9,8 +9,9 @@ from typing import NamedTuple
 from banaserve.base.types import InstanceId, ModulePlacement, Role
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.costs.profile import Profile
+from banaserve.orchestrator.control.projection import slabs
 from banaserve.orchestrator.planner.candidates.arrangement import Arrangement, arrangements
-from banaserve.orchestrator.planner.candidates.modules import has_room, module_of
+from banaserve.orchestrator.planner.candidates.modules import has_room
 from banaserve.orchestrator.planner.candidates.planning import Ledger
 from banaserve.sim.cluster.cell import Cell
 from banaserve.sim.instances.batch import EngineLimits
@@ -171,9 +172,9 @@ def _moves(
     decode = [name for name, role in roles if role is Role.DECODE]
     for hosts, guests, words in ((decode, prefill, "of decode"), (prefill, decode, "of prefill")):
         for kind in _KINDS:
-            total = profile.facts.num_kv_heads if kind == "heads" else profile.facts.num_layers
+            total = slabs.num_movable(profile.facts, kind == "heads")
             for share in _SHARES if hosts and guests else ():
-                module = module_of(kind, int(total * share), (), profile)
+                module = slabs.free(profile.facts, (), int(total * share), kind == "heads")
                 assert module is not None
                 ledger, placements = Ledger(profile.facts, ()), []
                 for n, host in enumerate(hosts):

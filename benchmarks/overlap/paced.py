@@ -26,7 +26,7 @@ from banaserve.frontdoor.admin_client import AdminClient
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.orchestrator.control.costs.steps import StepCosts
-from banaserve.orchestrator.control.model.calibration import StepWork
+from banaserve.orchestrator.control.model.learnt_time import StepWork
 from banaserve.pacing import miniatures
 from banaserve.pacing.pacer import in_parts
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
@@ -94,7 +94,7 @@ def places_of(given: argparse.Namespace, profile: Profile) -> list[Place]:
     Raises:
         UserError: The miniature cannot represent the requested layers.
     """
-    shape = profile.shape
+    shape = profile.model
     each = shape.num_layers // miniatures.of(profile).num_layers
     chosen = given.layers or [shape.num_layers // 4, shape.num_layers // 2]
     if wrong := [n for n in chosen if n % each or not 0 < n < shape.num_layers]:

@@ -48,7 +48,7 @@ def test_short_steps_are_learnt_from_together() -> None:
     clock = Clock()
     board = ReportBoard(InstanceId("d0"), clock, 2048)
     ran(clock, board, 1000, STEP_S)
-    fit = board.meter.model.fit
+    fit = board.meter.model
     assert 50 <= fit.num_samples <= 101
     assert board.meter.step_s == pytest.approx(STEP_S)
     assert board.meter.step_tokens == pytest.approx(2.0)
@@ -62,19 +62,19 @@ def test_long_steps_are_learnt_from_one_by_one() -> None:
     clock = Clock()
     board = ReportBoard(InstanceId("d0"), clock, 2048)
     ran(clock, board, 30, 0.06)
-    assert board.meter.model.fit.num_samples == 30
+    assert board.meter.model.num_samples == 30
 
 
 def test_the_last_steps_before_a_pause_are_not_lost() -> None:
     clock = Clock()
     board = ReportBoard(InstanceId("d0"), clock, 2048)
     ran(clock, board, 4, STEP_S)
-    assert board.meter.model.fit.num_samples == 1
+    assert board.meter.model.num_samples == 1
     clock.now_s += 1.0
     board.answered(idle=True)
-    assert board.meter.model.fit.num_samples == 2
+    assert board.meter.model.num_samples == 2
     board.answered(idle=True)
-    assert board.meter.model.fit.num_samples == 2
+    assert board.meter.model.num_samples == 2
     assert board.last is not None
     assert board.last.num_running == 0
 

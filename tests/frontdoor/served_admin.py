@@ -16,7 +16,7 @@ from banaserve.frontdoor.admin.live import LivePage
 from banaserve.frontdoor.admin.traces import Traces
 from banaserve.orchestrator.control.routing.registry import make_named
 from banaserve.orchestrator.control.turn import Mode
-from banaserve.orchestrator.planner.loop.decisions import DecisionLog
+from banaserve.orchestrator.planner.loop.decision_log import DecisionLog
 from banaserve.orchestrator.planner.loop.loop import Controller, ControllerOptions
 from banaserve.serving.roles.drain import Drains
 from banaserve.serving.scaling.node_changes import NodeChanges

@@ -33,7 +33,7 @@ from banaserve.contracts.migration_api import MoveHeads, MoveLayers, Return
 from banaserve.migration.units.heads import HeadSet
 from banaserve.migration.units.layers import LayerRange
 from banaserve.orchestrator.control.costs import profile as profiles
-from banaserve.orchestrator.control.model.calibration import EASED_AFTER_S
+from banaserve.orchestrator.control.model.learnt_time import EASED_AFTER_S
 from banaserve.orchestrator.control.move_policies.options import RepairedOptions
 from banaserve.serving import executor as executors
 from banaserve.serving.executor import (

@@ -62,8 +62,8 @@ def test_what_is_written_is_a_profile_that_gives_these_times(script: Any, tmp_pa
     path.write_text(script.written(PREFILL, DECODE, {"decode": [0.01, 0.034]}))
     read = profile.load(str(path))
     assert "decode 3%" in path.read_text()
-    assert read.shape.token_bytes == 46_080
-    assert read.memory.kv_tokens * read.shape.token_bytes <= script.KV_BYTES
+    assert read.model.token_bytes == 46_080
+    assert read.memory.kv_tokens * read.model.token_bytes <= script.KV_BYTES
     costs = StepCosts(read)
     step_s, work_s = costs.mixed_s(512, 512 * 512, 8, 8 * 128)
     assert work_s == pytest.approx(512e-3 + 512**2 * 2e-7 + 8 * (128 * 3e-6 + 2e-3))

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import paper_equations
-from banaserve.orchestrator.control.model import moving, shape
+from banaserve.base.types import Module
+from banaserve.orchestrator.control.costs.profile import ModelSection
+from banaserve.orchestrator.control.model import moving
 from banaserve.orchestrator.control.model.moving import Link
 from benchmarks.drivers.layer_pipeline import Prefill
+from migration_clusters import OPT_13B as OPT_13B_FACTS
 
-LLAMA_8B = shape.ModelShape(
-    32, 4096, 32, 8, paper_equations.llama_layer_weights(4096, 14336, 32, 8)
+OTHERS = (1, 2048)
+"""Other weights, and the longest context."""
+
+LLAMA_8B = ModelSection(
+    32, 4096, 32, 8, paper_equations.llama_layer_weights(4096, 14336, 32, 8), *OTHERS
 )
-LLAMA_13B = shape.ModelShape(
-    40, 5120, 40, 40, paper_equations.llama_layer_weights(5120, 13824, 40, 40)
+LLAMA_13B = ModelSection(
+    40, 5120, 40, 40, paper_equations.llama_layer_weights(5120, 13824, 40, 40), *OTHERS
 )
-OPT_13B = shape.ModelShape(40, 5120, 40, 40, paper_equations.opt_layer_weights(5120, 20480))
+OPT_13B = ModelSection(40, 5120, 40, 40, paper_equations.opt_layer_weights(5120, 20480), *OTHERS)
 GBPS_200 = 25e9
 EQUATION_17 = Prefill(0.270, 32, 1000, 0.5, 4096)
 
@@ -34,7 +42,7 @@ def opt_13b_prefill(cached_fraction: float) -> Prefill:
     ],
 )
 def test_equations_14_to_16(
-    model: shape.ModelShape, head_dim: int, layer_token_bytes: int, token_bytes: int
+    model: ModelSection, head_dim: int, layer_token_bytes: int, token_bytes: int
 ) -> None:
     assert model.head_dim == head_dim
     assert model.layer_token_bytes == layer_token_bytes
@@ -88,8 +96,9 @@ def test_memory_footprint() -> None:
 )
 def test_impossible_shapes_are_refused(wrong: dict[str, int]) -> None:
     right = {"num_layers": 2, "hidden_size": 64, "num_heads": 8, "num_kv_heads": 4}
+    right |= {"layer_weights": 1, "fixed_weights": 1, "max_context_tokens": 1}
     with pytest.raises(ValueError, match=r"must be|multiple"):
-        shape.ModelShape(**{"layer_weights": 1, **right, **wrong})
+        ModelSection(**{**right, **wrong})
 
 
 def test_equations_4_and_28() -> None:
@@ -114,16 +123,16 @@ def test_a_live_migration_stops_for_what_was_written_last() -> None:
 def test_what_a_remote_range_adds_to_each_step() -> None:
     """48 tokens of 5,120 bf16 there and back over 25 GB/s, two hops of 10 us."""
     link = Link(GBPS_200, hop_s=10e-6)
-    added_s = moving.layers_step_s(48, 5120, 2, link)
+    added_s = moving.hop_s(OPT_13B_FACTS, Module(0, 10), 48, link)
     assert added_s == pytest.approx(20e-6 + 983_040 / 25e9)
 
 
 def test_what_remote_heads_add_to_each_step() -> None:
     """10 of 40 heads in 40 layers, batch 48: (3 + 1) x 10 x 128 x 2 bytes a token and layer."""
-    link = Link(GBPS_200, hop_s=10e-6)
-    added_s = moving.heads_step_s(48, 40, 10, 128, 2, link)
+    link, heads = Link(GBPS_200, hop_s=10e-6), Module(0, 40, tuple(range(10)))
+    added_s = moving.hop_s(OPT_13B_FACTS, heads, 48, link)
     assert added_s == pytest.approx(40 * (20e-6 + 48 * 10_240 / 25e9))
-    with_gqa_s = moving.heads_step_s(48, 40, 10, 128, 2, link, queries_a_head=4)
+    with_gqa_s = moving.hop_s(replace(OPT_13B_FACTS, queries_a_head=4), heads, 48, link)
     assert with_gqa_s == pytest.approx(40 * (20e-6 + 48 * 25_600 / 25e9))
 
 

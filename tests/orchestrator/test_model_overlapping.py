@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from banaserve.orchestrator.control.model.calibration import StepTime, StepWork
+from banaserve.orchestrator.control.model.learnt_time import StepWork, step_time
 from banaserve.orchestrator.control.model.overlapping import makespan_s, overlap_fraction
 
-FREE = StepTime.of(1e-12, 1e-3, 1e-15, 1e-15, 1e-3)
+FREE = step_time(1e-12, 1e-3, 1e-15, 1e-15, 1e-3)
 """Nothing but work: a millisecond a token."""
-BOUND = StepTime.of(10e-3, 1e-3, 1e-15, 1e-15, 1e-4)
+BOUND = step_time(10e-3, 1e-3, 1e-15, 1e-15, 1e-4)
 """Reading weights takes ten milliseconds; a decoding request a tenth of one more."""
 
 
@@ -40,11 +40,11 @@ def test_batches_that_decode_are_bound_by_reading_weights(batch: int) -> None:
 
 
 def test_a_large_batch_of_dear_requests_alternates() -> None:
-    dear = StepTime.of(10e-3, 1e-3, 1e-15, 1e-15, 2e-3)
+    dear = step_time(10e-3, 1e-3, 1e-15, 1e-15, 2e-3)
     assert overlap_fraction(dear, StepWork(decode_requests=64), 64) > 0.3
     assert overlap_fraction(dear, StepWork(decode_requests=16), 64) == 0.0, "one part of 16"
 
 
 def test_an_idle_host_gains_nothing() -> None:
-    nothing = StepTime.of(1e-12, 1e-3, 1e-15, 1e-15, 1e-3)
+    nothing = step_time(1e-12, 1e-3, 1e-15, 1e-15, 1e-3)
     assert overlap_fraction(nothing, StepWork(), 8) == 0.0

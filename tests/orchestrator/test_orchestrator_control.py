@@ -28,7 +28,6 @@ from banaserve.orchestrator.control.turn import (
     Held,
     Mode,
     Remembered,
-    kind_of,
     turn,
     words,
 )
@@ -186,7 +185,7 @@ def test_a_silent_instance_is_named_by_the_plan():
     ],
 )
 def test_actions_in_words(action, kind, said):
-    assert kind_of(action) == kind
+    assert Attempt.of(action).kind == kind
     assert words(action).startswith(said)
     assert Attempt.of(action).kind == kind
     same = replace(action, num_bytes=3) if not isinstance(action, SwitchRole) else action

@@ -17,7 +17,7 @@ from banaserve.base.types import (
     RequestView,
     Role,
 )
-from banaserve.orchestrator.control.model.handing_over import UNMEASURED, way_s
+from banaserve.orchestrator.control.model.moving import UNMEASURED, way_s
 from banaserve.orchestrator.control.routing.leg_by_leg import nearest
 from banaserve.orchestrator.control.routing.registry import make
 

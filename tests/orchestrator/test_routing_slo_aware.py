@@ -24,7 +24,6 @@ from banaserve.base.types import (
 from banaserve.orchestrator.control.model.excess import (
     Excesses,
     LegPlace,
-    Limits,
     RouteSituation,
     missed,
     missed_by,
@@ -247,7 +246,7 @@ def situation(draws: random.Random) -> RouteSituation:
             times.leg_s(leg),
             times.added_token_s(leg.prompt),
         )
-    limits = Limits(draws.choice((0.0, 0.1, 1.0)), draws.choice((0.0, 0.02, 0.1)))
+    limits = RequestLimits(draws.choice((0.0, 0.1, 1.0)), draws.choice((0.0, 0.02, 0.1)))
     is_late, may_leave = draws.random() < 0.3, True
     own = tuple(sorted(draws.randrange(1, 500) for _ in range(4)))
     tpot_s = draws.choice((0.0, 0.02, 0.05))

@@ -7,15 +7,15 @@ import pytest
 pytest.importorskip("vllm")
 
 from banaserve.engine.connector.scheduler_side.scheduler import work_of
-from banaserve.orchestrator.control.model.calibration import StepTime, StepWork
+from banaserve.orchestrator.control.model.learnt_time import StepWork, step_time
 from banaserve.serving.monitoring.reports import StepMeter
 
-TRUTH = StepTime.of(0.02, 1e-3, 1e-7, 1e-6, 2e-3)
+TRUTH = step_time(0.02, 1e-3, 1e-7, 1e-6, 2e-3)
 
 
 def counted(work: StepWork, steps: int = 1, waited_s: float = 0.0) -> dict[str, float]:
     return {
-        "busy_seconds": steps * TRUTH.predict_s(work) + waited_s,
+        "busy_seconds": steps * TRUTH.predict_s(work.features) + waited_s,
         "load_wait_seconds": waited_s,
         "steps": steps,
         "step_prefill_tokens": steps * work.prefill_tokens,
@@ -65,7 +65,7 @@ def test_the_time_of_a_fetch_is_smoothed_over_fetches():
 def test_half_of_the_time_in_steps_is_half_busy():
     meter = StepMeter(512, 0.0)
     work = StepWork(decode_requests=1, context_tokens=50)
-    step_s = TRUTH.predict_s(work)
+    step_s = TRUTH.predict_s(work.features)
     now_s = 0.0
     for _ in range(400):
         now_s += 2 * step_s
@@ -107,7 +107,9 @@ def test_steps_are_predicted_after_some_dozens_of_all_kinds():
         work = kinds[number % len(kinds)]
         meter.record(counted(work, steps=1 + number % 3, waited_s=0.5), float(number))
     for work in kinds:
-        assert meter.model.predict_s(work) == pytest.approx(TRUTH.predict_s(work), rel=0.05)
+        assert meter.model.predict_s(work.features) == pytest.approx(
+            TRUTH.predict_s(work.features), rel=0.05
+        )
     assert meter.model.error_fraction < 0.05
 
 
@@ -140,7 +142,7 @@ def test_what_round_trips_to_guests_add_is_learnt_while_there_are_some():
 def test_a_step_that_computes_nothing_teaches_nothing():
     meter = StepMeter(512, 0.0)
     meter.record({"busy_seconds": 0.001}, 1.0)
-    assert meter.model.fit.num_samples == 0
+    assert meter.model.num_samples == 0
     assert meter.step_s == 0.0
 
 

@@ -14,7 +14,7 @@ from banaserve.orchestrator.control.costs import modules as module_costs
 from banaserve.orchestrator.control.costs.profile import Profile, load
 from banaserve.orchestrator.control.costs.steps import StepCosts
 from banaserve.orchestrator.control.costs.transfers import Copied, overlapped_s, step_times
-from banaserve.orchestrator.control.model.calibration import StepWork
+from banaserve.orchestrator.control.model.learnt_time import StepWork
 from banaserve.pacing import step_log
 from banaserve.pacing.pacer import DeviceClock, Pacer, in_parts
 from banaserve.pacing.placement_cost import ATTENTION_FRACTION, RemoteShare, modelled
@@ -107,7 +107,7 @@ def test_a_step_of_both_kinds_has_the_larger_fixed_part_once(profile):
 
 
 def test_copies_hide_behind_computing_but_for_one_layer_each(profile):
-    token_s = profile.shape.token_bytes / 25e9
+    token_s = profile.model.token_bytes / 25e9
     times = step_times(StepCosts(profile), PREFILL, Copied(fetched=512, saved=512))
     assert times.fetch_s == pytest.approx(512 * token_s)
     assert times.fetch_s < times.compute_s
@@ -115,7 +115,7 @@ def test_copies_hide_behind_computing_but_for_one_layer_each(profile):
 
 
 def test_a_fetch_longer_than_computing_is_what_the_step_takes(profile):
-    token_s = profile.shape.token_bytes / 25e9
+    token_s = profile.model.token_bytes / 25e9
     times = step_times(StepCosts(profile), DECODE, Copied(fetched=2000))
     assert times.step_s == pytest.approx(2000 * token_s + times.compute_s / 40)
 

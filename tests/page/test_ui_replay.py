@@ -12,7 +12,7 @@ from banaserve.base.errors import UserError
 from banaserve.cli.main import main
 from banaserve.contracts.control_api import DECISION_LOG_VERSION
 from banaserve.frontdoor.page.replay import Replay, read_decisions
-from banaserve.orchestrator.planner.loop.decisions import DecisionLog
+from banaserve.orchestrator.planner.loop.decision_log import DecisionLog
 
 BEGAN_S = made_log.BEGAN_S
 

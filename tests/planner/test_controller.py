@@ -29,7 +29,7 @@ from banaserve.contracts.control_api import ControllerState, DecisionRecord
 from banaserve.contracts.instances import Ending, StepOutcome
 from banaserve.orchestrator.control.model.moving import Link
 from banaserve.orchestrator.control.turn import ControlLimits, Mode
-from banaserve.orchestrator.planner.loop.decisions import DecisionLog
+from banaserve.orchestrator.planner.loop.decision_log import DecisionLog
 from banaserve.orchestrator.planner.loop.loop import Controller, ControllerOptions
 
 P0, D0 = InstanceId("p0"), InstanceId("d0")
@@ -312,6 +312,14 @@ async def test_measured_links_reach_the_policy(make, cluster, clock):
     assert isinstance(cluster.started[0].action, MoveModule)
     assert wanted.cost_s == pytest.approx(0.5 + cluster.started[0].action.num_bytes / 1e8)
     assert controller.status().link_bytes_per_s == 1e8
+
+
+async def test_a_policy_without_options_for_the_link_gets_none(make, cluster, clock):
+    cluster.learnt = Link(1e8, 0.5)
+    controller = make(policy="still", section={})
+    await clock.next()
+    assert controller.log.last()[0].reason == "the policy moves nothing"
+    assert controller.status().num_restarts == 0
 
 
 async def test_what_a_person_has_given_is_not_learnt(make, cluster, clock):

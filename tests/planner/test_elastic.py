@@ -36,15 +36,15 @@ from banaserve.orchestrator.planner.candidates.arrangement import (
     arrangements,
     assign,
 )
-from banaserve.orchestrator.planner.candidates.planning import Change, changes_of
-from banaserve.orchestrator.planner.decision import Decision, LoadMemory, Situation
+from banaserve.orchestrator.planner.candidates.planning import changes_of
+from banaserve.orchestrator.planner.decision import Change, Decision, LoadMemory, Situation
 from banaserve.orchestrator.planner.forecasting.forecast import (
     FutureRequest,
     ServiceLimits,
     forecast,
     future_of,
 )
-from banaserve.orchestrator.planner.forecasting.load import load_stats
+from banaserve.orchestrator.planner.forecasting.load_change import load_stats
 from banaserve.orchestrator.planner.options import ElasticOptions
 from banaserve.orchestrator.planner.policy import Elastic, decide, plan_of
 from banaserve.orchestrator.planner.process import DecisionProcess
@@ -360,7 +360,7 @@ def test_no_step_is_larger_or_smaller_than_engines_can(limits, sizes, of_prefill
     views = [view(f"c{n}", Role.COLOCATED, tokens=1) for n in range(2)]
     requests = [seen(n / 5, 20) for n in range(50)]
     decision = decide(Situation(10.0, views, requests, None), options)
-    words = [one.words for one in decision.candidates]
+    words = [one.candidate for one in decision.candidates]
     assert words
     assert len(words) == len(set(words))
     assert {change.step_tokens for change in decision.changes} <= {*sizes, of_prefill}
@@ -406,7 +406,7 @@ def test_prefill_that_waits_for_room_in_the_store_gets_no_more_instances():
     free, waiting = planned(views), planned([pressed(views[0], 5.0), *views[1:]])
     assert num_prefill(free) > 1
     assert num_prefill(waiting) <= 1
-    words = [one.words for one in waiting.candidates]
+    words = [one.candidate for one in waiting.candidates]
     assert not any(line.startswith(("2 prefill", "3 prefill")) for line in words)
 
 
@@ -448,7 +448,7 @@ async def test_a_decision_is_the_same_in_a_process_of_its_own():
         await process.stop()
     here = decide(situation, options)
     assert first == again
-    assert [tuple(one) for one in first.candidates] == [tuple(one) for one in here.candidates]
+    assert list(first.candidates) == list(here.candidates)
     assert (first.reason, first.gain, first.memory) == (here.reason, here.gain, here.memory)
 
 

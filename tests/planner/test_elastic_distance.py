@@ -20,8 +20,9 @@ from banaserve.base.types import (
 )
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.model.moving import migration_s
-from banaserve.orchestrator.planner.candidates.planning import PlannedMove, steps_of
-from banaserve.orchestrator.planner.decision import Decision, Situation
+from banaserve.orchestrator.control.move_policies.interface import RejectReason
+from banaserve.orchestrator.planner.candidates.planning import steps_of
+from banaserve.orchestrator.planner.decision import Decision, PlannedMove, Situation
 from banaserve.orchestrator.planner.forecasting.forecast import (
     Forecast,
     FutureRequest,
@@ -58,7 +59,7 @@ def told(far: Far | None, placements: tuple[ModulePlacement, ...] = ()) -> Forec
 def test_a_hand_over_to_another_machine_takes_what_the_way_takes() -> None:
     near, far = told(None), told(apart(SLOW))
     link = OPT.link
-    longer_s = 600 * OPT.shape.token_bytes * (1 / SLOW.bytes_per_s - 1 / link.bytes_per_s)
+    longer_s = 600 * OPT.model.token_bytes * (1 / SLOW.bytes_per_s - 1 / link.bytes_per_s)
     longer_s += SLOW.round_trip_s - 2 * link.hop_s
     for one, other in zip(near.ends_s, far.ends_s, strict=True):
         assert other - one == pytest.approx(longer_s, abs=1e-6)
@@ -102,7 +103,7 @@ def test_a_move_takes_as_long_as_its_bytes_do_on_the_way(way: Distance | None, d
     planned = Decision((), (), 0.1, None, "", (), (move,))
     [step] = steps_of(planned, views, OPT, dilation, 60.0)
     assert isinstance(step.action, MoveModule)
-    own = migration_s(step.action.num_bytes, OPT.between) * dilation
+    own = migration_s(step.action.num_bytes, OPT.link) * dilation
     if way is SLOW:
         # The way is measured in seconds of the clock, the profile's are longer.
         expected = step.action.num_bytes / SLOW.bytes_per_s + OPT.link.sync_s * dilation
@@ -121,7 +122,9 @@ def decided(way: Distance | None, dilation: float = 1.0) -> dict[str, float]:
     options = ElasticOptions(profile=OPT.name, dilation=dilation, window_s=60.0 * dilation)
     options = replace(options, horizon_s=60.0 * dilation)
     found = decide(Situation(60.0 * dilation, views, requests, None, False, 2), options)
-    return {one.words: one.worth for one in found.candidates if one.is_forecast}
+    return {
+        one.candidate: one.value for one in found.candidates if one.reason is RejectReason.WORSE
+    }
 
 
 def test_what_hands_over_between_machines_is_worth_less_and_what_does_not_is_not() -> None:

@@ -30,7 +30,7 @@ from banaserve.base.types import (
 from banaserve.orchestrator.control.costs import modules as costs
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.costs.profile import Profile
-from banaserve.orchestrator.control.model.calibration import StepWork
+from banaserve.orchestrator.control.model.learnt_time import StepWork
 from banaserve.orchestrator.control.move_policies import registry
 from banaserve.orchestrator.planner.candidates import modules
 from banaserve.orchestrator.planner.candidates.arrangement import Arrangement, arrangements
@@ -42,7 +42,7 @@ from banaserve.orchestrator.planner.candidates.planning import (
     must_return,
     steps_of,
 )
-from banaserve.orchestrator.planner.decision import Decision, LoadMemory, Situation
+from banaserve.orchestrator.planner.decision import Decision, LoadMemory, PlannedMove, Situation
 from banaserve.orchestrator.planner.forecasting.forecast import InstanceUse
 from banaserve.orchestrator.planner.options import ElasticOptions
 from banaserve.orchestrator.planner.policy import Elastic, decide, plan_of
@@ -312,8 +312,8 @@ def test_a_plan_counts_memory_as_instances_do() -> None:
     cell = SimCluster(timeline, OPT, system).cells[0]
     d0, p0 = InstanceId("d0"), InstanceId("p0")
     moves = [
-        modules.PlannedMove(d0, p0, Module(30, 40)),
-        modules.PlannedMove(d0, p0, Module(20, 30)),
+        PlannedMove(d0, p0, Module(30, 40)),
+        PlannedMove(d0, p0, Module(20, 30)),
     ]
     steps = steps_of(
         Decision((), (), 0.1, None, "", (), moves), cell.view().instances, OPT, 1.0, 60.0
@@ -368,7 +368,7 @@ def test_steps_begin_in_their_order_and_end_with_an_instance() -> None:
     p0, p1, d0 = (cell.instances[InstanceId(name)] for name in ("p0", "p1", "d0"))
     move = MoveModule(d0.id, p0.id, LAYERS, 10**9)
     felt = steps_of(
-        Decision((), (), 0.1, None, "", (), [modules.PlannedMove(d0.id, p0.id, LAYERS)]),
+        Decision((), (), 0.1, None, "", (), [PlannedMove(d0.id, p0.id, LAYERS)]),
         cell.view().instances, OPT, 1.0, 60.0,
     )[0].influence  # fmt: skip
     steps = [

@@ -12,7 +12,12 @@ from banaserve.base.errors import UserError
 from banaserve.base.types import InstanceId, InstanceReport, InstanceView, ObservedRequest, Role
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.planner.decision import Decision, Situation
-from banaserve.orchestrator.planner.learnt_times import are_learnt, as_learnt, guessed, profile_of
+from banaserve.orchestrator.planner.forecast_profile import (
+    are_learnt,
+    as_learnt,
+    guessed,
+    profile_of,
+)
 from banaserve.orchestrator.planner.options import ElasticOptions
 from banaserve.orchestrator.planner.policy import decide
 from depth import chosen_seed
@@ -66,7 +71,7 @@ def test_times_and_room_are_those_of_the_instances() -> None:
         own = getattr(found.decode_small, kind)
         assert own == pytest.approx(getattr(PROFILE.decode_small, kind) / 5)
     assert found.memory.kv_tokens == 4096
-    assert found.shape == PROFILE.shape
+    assert found.model == PROFILE.model
 
 
 def test_their_clock_may_run_slower_than_the_forecasts() -> None:
@@ -87,15 +92,15 @@ def test_fetches_say_how_fast_the_store_is() -> None:
     assert view.report is not None
     view = replace(view, report=replace(view.report, fetch_token_s=1e-4))
     found = as_learnt(PROFILE, [view])
-    assert found.link.bytes_per_s == pytest.approx(PROFILE.shape.token_bytes / 1e-4)
+    assert found.link.bytes_per_s == pytest.approx(PROFILE.model.token_bytes / 1e-4)
 
 
 def test_a_model_without_a_profile_is_what_its_instances_say() -> None:
     options = ElasticOptions(profile="")
     found = profile_of(options, views(faster(5), faster(5)))
-    assert found.shape.num_layers == PROFILE.shape.num_layers
-    assert found.shape.token_bytes == PROFILE.shape.token_bytes
-    assert found.shape.layer_weight_bytes == PROFILE.shape.layer_weight_bytes
+    assert found.model.num_layers == PROFILE.model.num_layers
+    assert found.model.token_bytes == PROFILE.model.token_bytes
+    assert found.model.layer_weight_bytes == PROFILE.model.layer_weight_bytes
     assert found.memory.kv_tokens == PROFILE.memory.kv_tokens // 16 * 16
     assert found.prefill.token_s == pytest.approx(PROFILE.prefill.token_s / 5)
     assert found.decode_small.request_s == pytest.approx(PROFILE.decode_small.request_s / 5)

@@ -26,7 +26,7 @@ from banaserve.contracts.instances import Ending, StepOutcome
 from banaserve.orchestrator.control.move_policies.interface import MigrationPlan
 from banaserve.orchestrator.control.turn import ControlLimits, Held, Mode
 from banaserve.orchestrator.planner.loop import loop
-from banaserve.orchestrator.planner.loop.decisions import DecisionLog
+from banaserve.orchestrator.planner.loop.decision_log import DecisionLog
 from banaserve.orchestrator.planner.loop.loop import Controller, ControllerOptions
 from waiting import until
 

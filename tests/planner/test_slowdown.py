@@ -10,8 +10,7 @@ import pytest
 
 from banaserve.base.types import InstanceId, InstanceReport, InstanceView, ObservedRequest, Role
 from banaserve.orchestrator.planner.decision import Situation
-from banaserve.orchestrator.planner.forecasting.forecast import Forecast
-from banaserve.orchestrator.planner.forecasting.slowdown import slowdown
+from banaserve.orchestrator.planner.forecasting.forecast import Forecast, slowdown
 from banaserve.orchestrator.planner.options import ElasticOptions
 from banaserve.orchestrator.planner.policy import decide
 from depth import chosen_seed

@@ -21,7 +21,7 @@ from banaserve.base.types import (
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.costs.devices import device_of, relative_speed
 from banaserve.orchestrator.control.move_policies import registry as migrations
-from banaserve.orchestrator.control.move_policies.refusals import may_pair
+from banaserve.orchestrator.control.move_policies.pairs import may_pair
 from banaserve.orchestrator.control.projection.projection import project
 from banaserve.orchestrator.planner.candidates.arrangement import Arrangement, assign, orders
 from banaserve.orchestrator.planner.options import ElasticOptions

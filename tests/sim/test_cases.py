@@ -123,8 +123,8 @@ def test_the_profiles_that_come_with_the_package() -> None:
         "smollm2-135m-cpu",
     ]
     opt = profile.load("opt-13b-a100")
-    assert opt.shape.token_bytes == 819_200
-    assert opt.shape.layer_weight_bytes == 629_278_720
+    assert opt.model.token_bytes == 819_200
+    assert opt.model.layer_weight_bytes == 629_278_720
     assert opt.facts.memory_bytes == (
         25_171_148_800 + 2 * opt.model.fixed_weights + 66_144 * 819_200
     )
@@ -157,12 +157,12 @@ def test_the_estimate_of_four_devices_follows_its_derivation() -> None:
     fixed_s = 2 * (layers + head) / reads + 0.5e-3 + 160 * 9e-6
     assert told.decode_small.fixed_s == pytest.approx(fixed_s, rel=0.01)
     assert told.decode_small.context_token_s == pytest.approx(
-        told.shape.token_bytes / reads, rel=0.01
+        told.model.token_bytes / reads, rel=0.01
     )
     request_s = 2 * (layers + head) / flops + 160 * 0.13e-6
     assert told.decode_small.request_s == pytest.approx(request_s, rel=0.01)
     room = 4 * (0.9 * 80e9 - 3.5e9) - 2 * (layers + model.fixed_weights)
-    assert told.memory.kv_tokens == pytest.approx(room / told.shape.token_bytes, rel=0.01)
+    assert told.memory.kv_tokens == pytest.approx(room / told.model.token_bytes, rel=0.01)
 
 
 def test_the_profile_of_this_engine_gives_the_runs_that_it_was_made_of() -> None:

@@ -178,7 +178,7 @@ def test_a_hand_over_between_machines_takes_what_the_way_takes(node_size, goes):
     slow = Distance(round_trip_s=0.05, bytes_per_s=1e9)
     near, far = ended_s(None), ended_s(slow, node_size)
     link = PROFILE.link
-    longer_s = 600 * PROFILE.shape.token_bytes * (1 / 1e9 - 1 / link.bytes_per_s)
+    longer_s = 600 * PROFILE.model.token_bytes * (1 / 1e9 - 1 / link.bytes_per_s)
     longer_s += slow.round_trip_s - 2 * link.hop_s
     assert longer_s > 0.1
     for (near_s, _), (far_s, went) in zip(near, far, strict=True):

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from banaserve.base.clock import Clock
-from banaserve.sim.timeline import Timeline, run_virtual
+from banaserve.sim.timeline import Timeline
+from virtual_time import run_virtual
 
 
 class VirtualClock:

@@ -15,8 +15,9 @@ from banaserve.base.errors import InstanceDeadError
 from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.serving.launch.launcher import Launcher
 from banaserve.serving.launch.messages import Order, StartEngine
-from banaserve.sim.timeline import Timeline, VirtualTimeLoop
+from banaserve.sim.timeline import Timeline
 from seeded_threads import Thread, run_on_thread
+from virtual_time import VirtualTimeLoop
 
 T = TypeVar("T")
 FIRST_PID = 10_000_000

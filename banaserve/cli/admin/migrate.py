@@ -9,6 +9,7 @@ from typing import Any
 
 from banaserve.base.arguments import option
 from banaserve.base.errors import UserError
+from banaserve.cli.admin.expert_choice import experts_for
 from banaserve.cli.admin.following import follow
 from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.admin.views.placement import overlap_words, sharing_line
@@ -27,7 +28,6 @@ from banaserve.contracts.migration_api import (
     ShareRequest,
 )
 from banaserve.kvstore.sizes import format_size
-from banaserve.orchestrator.control.move_policies.expert_choice import experts_for
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ from banaserve.orchestrator.control.move_policies import registry as migration_p
 from banaserve.orchestrator.control.routing import registry
 from banaserve.orchestrator.control.turn import ControlLimits, Mode
 from banaserve.orchestrator.planner.forecast_profile import forecast_profile
-from banaserve.orchestrator.planner.loop.decisions import DecisionLog
+from banaserve.orchestrator.planner.loop.decision_log import DecisionLog
 from banaserve.transport import registry as transports
 from banaserve.transport.interface import MIN_SECRET_BYTES, TransportOptions
 

@@ -22,7 +22,7 @@ from banaserve.engine.compat.kv_connector import (
 from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.leases import Slot
 from banaserve.kvstore.pool import Numbers, PoolView
-from banaserve.orchestrator.control.model.calibration import StepWork
+from banaserve.orchestrator.control.model.learnt_time import StepWork
 
 
 class ConnectorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from banaserve.orchestrator.control.model.fit import LinearFit
+from banaserve.orchestrator.control.model.learnt_time import LearntTime
 from banaserve.orchestrator.control.model.overlapping import LEAST_PART_TOKENS, WORTH
 
 Floats = NDArray[np.float64]
@@ -49,7 +49,7 @@ class StageTimes:
     """Times of a layer on the host and in each guest, learnt from every micro-batch."""
 
     def __init__(self) -> None:
-        self._fits: dict[str, LinearFit] = {}
+        self._fits: dict[str, LearntTime] = {}
 
     def predict_s(self, stage: str, num_layers: int, tokens: Floats, pairs: Floats) -> Floats:
         """Return the seconds of each micro-batch in a stage; a new guest counts as the host."""
@@ -66,10 +66,10 @@ class StageTimes:
         """Forget guests that are not among ``stages``."""
         self._fits = {name: fit for name, fit in self._fits.items() if name in (HERE, *stages)}
 
-    def _fit(self, stage: str) -> LinearFit:
+    def _fit(self, stage: str) -> LearntTime:
         first = self._fits.get(HERE)
         if first is None:
-            first = LinearFit.of(_FIRST_S, doubt=3.0)
+            first = LearntTime.of(_FIRST_S, doubt=3.0)
         return self._fits.get(stage, first)
 
 

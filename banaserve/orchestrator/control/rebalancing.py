@@ -106,7 +106,7 @@ class DecodeLoad(NamedTuple):
     token_s: float = 0.0
 
 
-def load_of(
+def decode_load_of(
     view: InstanceView, num_requests: int, streams: Callable[[], Sequence[Stream]]
 ) -> DecodeLoad:
     """Return the load of an instance by its last report.

@@ -6,7 +6,7 @@ dry run, no more than the limits allow, and none that failed recently.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -150,11 +150,28 @@ def concluded(
     """Return the turn that results from ``plan``, made for ``view``."""
     begin: list[Step] = []
     held: list[tuple[Step, Held]] = []
+
+    def reason_against(step: Step) -> Held | None:
+        if held:
+            return held[0][1]  # later steps of a plan rely on the earlier ones
+        if mode is not Mode.ON:
+            return Held.DRY_RUN
+        if is_paused:
+            return Held.PAUSED
+        if Attempt.of(step.action) in before.failed_s:
+            return Held.FAILED
+        if _is_free(step):
+            return None
+        num_begun = sum(not _is_free(other) for other in begin)
+        num_at_once = 0 if plan.is_ordered else num_begun
+        if len(view.under_way) + num_at_once >= limits.concurrent:
+            return Held.CONCURRENT
+        if len(before.begun_s) + num_begun >= limits.per_minute:
+            return Held.RATE
+        return None
+
     for step in plan.steps:
-        # Later steps of a plan rely on the earlier ones.
-        reason = (
-            held[0][1] if held else _held(step, plan, mode, is_paused, limits, before, view, begin)
-        )
+        reason = reason_against(step)
         if reason is None:
             begin.append(step)
         else:
@@ -166,33 +183,6 @@ def concluded(
         begun_s=(*before.begun_s, *(view.now_s for step in begin if not _is_free(step))),
     )
     return Turn(view, plan, tuple(begin), tuple(held), after)
-
-
-def _held(
-    step: Step,
-    plan: MigrationPlan,
-    mode: Mode,
-    is_paused: bool,
-    limits: ControlLimits,
-    before: Remembered,
-    view: ClusterView,
-    begin: Sequence[Step],
-) -> Held | None:
-    if mode is not Mode.ON:
-        return Held.DRY_RUN
-    if is_paused:
-        return Held.PAUSED
-    if Attempt.of(step.action) in before.failed_s:
-        return Held.FAILED
-    if _is_free(step):
-        return None
-    num_begun = sum(not _is_free(other) for other in begin)
-    num_at_once = 0 if plan.is_ordered else num_begun
-    if len(view.under_way) + num_at_once >= limits.concurrent:
-        return Held.CONCURRENT
-    if len(before.begun_s) + num_begun >= limits.per_minute:
-        return Held.RATE
-    return None
 
 
 def _is_free(step: Step) -> bool:
@@ -210,11 +200,6 @@ def _forgetting(before: Remembered, now_s: float, limits: ControlLimits) -> Reme
             if now_s - at < limits.retry_after_s
         },
     )
-
-
-def kind_of(action: Action) -> str:
-    """Return ``layers``, ``heads``, ``return``, ``role`` or ``chunk``: a metric's label."""
-    return Attempt.of(action).kind
 
 
 def words(action: Action) -> str:

@@ -5,8 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from banaserve.base.types import InstanceView, ModulePlacement, ObservedRequest
-from banaserve.orchestrator.planner.candidates.planning import Change, PlannedMove
+from banaserve.base.types import (
+    InstanceId,
+    InstanceView,
+    Module,
+    ModulePlacement,
+    ObservedRequest,
+    Role,
+)
+from banaserve.orchestrator.control.move_policies.interface import Rejected
+
+
+class PlannedMove(NamedTuple):
+    """A module that is to leave ``host`` for ``guest``."""
+
+    host: InstanceId
+    guest: InstanceId
+    module: Module
+
+
+class Change(NamedTuple):
+    """Planned role and step size of one instance."""
+
+    instance: InstanceId
+    role: Role
+    step_tokens: int
 
 
 class LoadMemory(NamedTuple):
@@ -47,32 +70,21 @@ class Situation(NamedTuple):
     num_instances: int = 0
 
 
-class Candidate(NamedTuple):
-    """An arrangement that was considered, in words.
-
-    Attributes:
-        worth: Mean worth of its requests by forecast, minus the penalty for lost throughput; for an
-            arrangement without a forecast, the bound of its gain by the cost model.
-        is_forecast: True if ``worth`` comes from a forecast, False if it is a bound.
-    """
-
-    words: str
-    worth: float
-    is_forecast: bool = True
-
-
 class Decision(NamedTuple):
     """Changes to make, and the reason why there are no more.
 
     Attributes:
         changes: Changes of roles and step sizes, in this order.
+        candidates: Arrangements that were considered, each with the mean worth of its requests by
+            forecast, less the penalty for lost throughput; or, for ``NO_BENEFIT``, the bound of its
+            gain by the cost model.
         gain: Predicted increase of the mean worth of a request.
         returns: Modules that come home before ``changes``.
         moves: Modules that leave after ``changes``.
     """
 
     changes: Sequence[Change]
-    candidates: Sequence[Candidate]
+    candidates: Sequence[Rejected]
     gain: float
     memory: LoadMemory | None
     reason: str

@@ -20,19 +20,17 @@ from banaserve.base.types import (
     SwitchRole,
     total_back_pressure,
 )
-from banaserve.orchestrator.control.move_policies.interface import (
-    MigrationPlan,
-    Rejected,
-    RejectReason,
-)
-from banaserve.orchestrator.planner.candidates.planning import Change, placements_of, steps_of
-from banaserve.orchestrator.planner.decision import Decision, LoadMemory, Situation
-from banaserve.orchestrator.planner.forecasting.load import load_stats
-from banaserve.orchestrator.planner.learnt_times import are_learnt, profile_of
+from banaserve.orchestrator.control.move_policies.interface import MigrationPlan
+from banaserve.orchestrator.control.move_policies.registry import POLICIES
+from banaserve.orchestrator.planner.candidates.planning import placements_of, steps_of
+from banaserve.orchestrator.planner.decision import Change, Decision, LoadMemory, Situation
+from banaserve.orchestrator.planner.forecast_profile import are_learnt, profile_of
+from banaserve.orchestrator.planner.forecasting.load_change import load_stats
 from banaserve.orchestrator.planner.options import ElasticOptions
 from banaserve.orchestrator.planner.search import Search
 
 
+@POLICIES.register("elastic")
 class Elastic:
     """Policy that plans roles, step sizes, and which layers and heads are away; see the module."""
 
@@ -77,17 +75,9 @@ def plan_of(decision: Decision, cluster: ClusterView, options: ElasticOptions) -
         options.dilation,
         options.window_s,
     )
-    rejected = tuple(
-        Rejected(
-            one.words,
-            RejectReason.WORSE if one.is_forecast else RejectReason.NO_BENEFIT,
-            one.worth,
-        )
-        for one in decision.candidates
-    )
     return MigrationPlan(
         steps,
-        rejected,
+        tuple(decision.candidates),
         gap=decision.gain,
         memory=decision.memory,
         reason=decision.reason,

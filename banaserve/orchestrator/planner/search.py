@@ -11,14 +11,15 @@ from dataclasses import replace
 from itertools import pairwise
 from math import sqrt
 
-from banaserve.base.types import InstanceId, InstanceView, total_back_pressure
+from banaserve.base.types import InstanceView, total_back_pressure
+from banaserve.orchestrator.control.move_policies.interface import Rejected, RejectReason
 from banaserve.orchestrator.planner.candidates import modules
 from banaserve.orchestrator.planner.candidates.arrangement import (
     Arrangement,
     arrangement_of,
     arrangements,
     assign,
-    device_of,
+    device_kind,
     orders,
 )
 from banaserve.orchestrator.planner.candidates.planning import (
@@ -29,16 +30,21 @@ from banaserve.orchestrator.planner.candidates.planning import (
     placements_of,
     steps_of,
 )
-from banaserve.orchestrator.planner.decision import Candidate, Decision, LoadMemory, Situation
+from banaserve.orchestrator.planner.decision import (
+    Decision,
+    LoadMemory,
+    PlannedMove,
+    Situation,
+)
+from banaserve.orchestrator.planner.forecast_profile import profile_of
 from banaserve.orchestrator.planner.forecasting.forecast import (
     Forecast,
     FutureRequest,
     ServiceLimits,
     forecast,
     future_of,
+    slowdown,
 )
-from banaserve.orchestrator.planner.forecasting.slowdown import slowdown
-from banaserve.orchestrator.planner.learnt_times import profile_of
 from banaserve.orchestrator.planner.options import ElasticOptions
 from banaserve.sim.system import System
 
@@ -69,10 +75,12 @@ class Search:
 
     def __init__(self, situation: Situation, since_s: float, options: ElasticOptions) -> None:
         self._options = options
+        self._looks_at_latency = options.limits == ServiceLimits()
         self._profile = profile_of(options, situation.instances)
         self._views = modelled(
             _seen(situation.instances, options), self._profile.facts, options.dilation
         )
+        self._by_id = {view.id: view for view in self._views}
         self._far = {view.id: view.far for view in self._views if view.far}
         self._orders = orders(self._views) if options.roles == "any" else ((),)
         self._present = arrangement_of(self._views)
@@ -80,7 +88,7 @@ class Search:
         is_pressed = total_back_pressure(situation.instances) is not None
         self._most_prefill = self._present.num_prefill if is_pressed else len(self._views)
         self._away = placements_of(self._views)
-        self._bounds: list[Candidate] = []
+        self._bounds: list[Rejected] = []
         self._system = System(
             kind="banaserve",
             colocated=len(self._views),
@@ -88,7 +96,7 @@ class Search:
             routing=options.routing,
             routing_options=options.routing_options,
             attention_fraction=None,
-            devices={view.id: kind for view in self._views if (kind := device_of(view))},
+            devices={view.id: kind for view in self._views if (kind := device_kind(view))},
         )
         # The time of a module on another kind of device is not modelled here.
         self._kinds = () if self._system.devices else options.kinds
@@ -147,10 +155,10 @@ class Search:
         stay, home = Wanted(self._present), Wanted(self._present, self._away)
         held, back = self._told(stay), self._told(home, watch=True)
         gain = back.mean - held.mean
-        moves = [modules.PlannedMove(one.host, one.guest, one.module) for one in self._away]
-        bound = modules.bound_of(moves, back.use, self._by_id(), (), self._profile)
-        shown = (Candidate(str(stay), held.mean), Candidate(str(home), back.mean))
-        if bound > self._options.margin / 2 or gain < -self._least(held) / 2:
+        moves = [PlannedMove(one.host, one.guest, one.module) for one in self._away]
+        bound = modules.bound_of(moves, back.use, self._by_id, (), self._profile)
+        shown = (_shown(stay, held.mean), _shown(home, back.mean))
+        if bound > self._options.margin / 2 or gain < -least_gain(held.mean, self._options) / 2:
             return Decision((), shown, 0.0, None, f"{stay}: modules may bring {bound:.3f}")
         if num_for_home + 1 < _LOOKS_FOR_HOME:
             memory = LoadMemory(0.0, 0.0, num_for_home=num_for_home + 1)
@@ -160,11 +168,11 @@ class Search:
     def _chosen(self, stay: Wanted, found: dict[Wanted, Forecast]) -> Decision:
         """Return the decision for the best of ``found`` if it is clearly better than ``stay``."""
         options, held = self._options, found[stay]
-        least = self._least(held)
+        least = least_gain(held.mean, options)
         slower = self._slower(found, stay)
         weight = options.slowdown_weight
         means = {one: told.mean - weight * slower[one] for one, told in found.items()}
-        shown = [Candidate(str(one), mean) for one, mean in means.items()]
+        shown = [_shown(one, mean) for one, mean in means.items()]
         shown += self._bounds
         worth = {one: mean - self._handicap(one, least) for one, mean in means.items()}
         best = max(found, key=lambda one: worth[one])
@@ -218,17 +226,10 @@ class Search:
         lost = self._options.slowdown_weight * (slower[best] - slower[stay])
         return found[best].mean - found[stay].mean - lost
 
-    @property
-    def _looks_at_latency(self) -> bool:
-        return self._options.limits == ServiceLimits()
-
     def _is_back(self, one: Wanted) -> bool:
         """Return whether ``one`` goes back to plain engines, which needs no gain without limits."""
         back = is_plain(one.arrangement) and not is_plain(self._present)
         return self._looks_at_latency and back
-
-    def _least(self, held: Forecast) -> float:
-        return least_gain(held.mean, self._options)
 
     def _handicap(self, one: Wanted, least: float) -> float:
         """Return the worth that ``one`` must gain for its modules away and its separate roles.
@@ -305,23 +306,20 @@ class Search:
             gone = set(one.returns)
             kept = [placement for placement in self._away if placement not in gone]
             for some in modules.candidates(
-                self._kinds, found[one].use, self._by_id(), kept, self._profile
+                self._kinds, found[one].use, self._by_id, kept, self._profile
             ):
                 bounded.append((some.bound, one._replace(moves=some.moves)))
         bounded.sort(key=lambda pair: -pair[0])
         worth_it = [pair for pair in bounded if pair[0] > options.margin][: options.tried_moves]
         for bound, one in bounded:
             if (bound, one) not in worth_it:
-                self._bounds.append(Candidate(str(one), bound, is_forecast=False))
+                self._bounds.append(Rejected(str(one), RejectReason.NO_BENEFIT, bound))
         if not worth_it:
             return {}
         short = self._future[: self._num_under_way + options.screened_requests]
         wanted = [one for _, one in worth_it]
         wanted.sort(key=lambda one: -self._forecast(one, short).mean)
         return {one: self._told(one) for one in wanted[:_MOVES_KEPT]}
-
-    def _by_id(self) -> dict[InstanceId, InstanceView]:
-        return {view.id: view for view in self._views}
 
     def _told(self, wanted: Wanted, *, watch: bool = False) -> Forecast:
         return self._forecast(wanted, self._future, watch=watch or bool(self._kinds))
@@ -358,6 +356,11 @@ class Search:
             watch=watch,
             far=self._far,
         )
+
+
+def _shown(wanted: Wanted, worth: float) -> Rejected:
+    """Return a candidate with the mean worth of a request by its forecast."""
+    return Rejected(str(wanted), RejectReason.WORSE, worth)
 
 
 def is_plain(arrangement: Arrangement) -> bool:

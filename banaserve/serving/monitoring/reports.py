@@ -11,13 +11,13 @@ from dataclasses import replace
 from banaserve.base.clock import Clock
 from banaserve.base.types import BackPressure, InstanceId, InstanceReport
 from banaserve.engine.compat.engine import SchedulerStats
-from banaserve.orchestrator.control.model.calibration import StepTime, StepWork
+from banaserve.orchestrator.control.model.learnt_time import StepWork, fill_fraction, step_time
 from banaserve.orchestrator.control.model.overlapping import overlap_fraction
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.monitoring.gpu_monitor import GpuMeter
 
 SMOOTHING_S = 2.0
-_FIRST = StepTime.of(5e-3, 5e-4, 1e-7, 1e-6, 5e-4, doubt=3.0)
+_FIRST = step_time(5e-3, 5e-4, 1e-7, 1e-6, 5e-4, doubt=3.0)
 """First guess: a small model on a CPU. The first dozens of steps correct its magnitudes."""
 _SEEN_AFTER = 5
 """Number of samples of a kind of work below which its coefficients are still the first guess."""
@@ -75,17 +75,16 @@ class StepMeter:
     @property
     def fill_fraction(self) -> float:
         """Fill of the instance's steps, in [0, 1]; 1 until their times have been learnt."""
-        if self.model.fit.num_samples < _LEARNT_AFTER or not self.step_s:
+        if self.model.num_samples < _LEARNT_AFTER or not self.step_s:
             return 1.0
-        return self.model.fill_fraction(self._work, self._full)
+        return fill_fraction(self.model, self._work, self._full)
 
     @property
     def coefficients(self) -> tuple[float, ...]:
         """Coefficients of a step's time; 0 for hardly measured work; empty until learnt."""
-        fit = self.model.fit
-        if fit.num_samples < _LEARNT_AFTER:
+        if self.model.num_samples < _LEARNT_AFTER:
             return ()
-        fixed_s, token_s, pair_s, context_s, request_s, call_s = fit.coefficients
+        fixed_s, token_s, pair_s, context_s, request_s, call_s = self.model.coefficients
         if self._num_prefill_samples < _SEEN_AFTER:
             token_s = pair_s = 0.0
         if self._num_decode_samples < _SEEN_AFTER:
@@ -95,7 +94,8 @@ class StepMeter:
     @property
     def call_s(self) -> float | None:
         """Seconds that a round trip to a guest adds to a step; None until learnt."""
-        return self.model.call_s if self._num_remote_samples >= _LEARNT_AFTER else None
+        is_learnt = self._num_remote_samples >= _LEARNT_AFTER
+        return max(0.0, self.model.coefficients[5]) if is_learnt else None
 
     def overlap_fraction(self, max_microbatches: int) -> float | None:
         """Return the share of a guest's work that the host would not wait for; None until learnt.
@@ -103,7 +103,7 @@ class StepMeter:
         Args:
             max_microbatches: Maximum number of micro-batches of a step.
         """
-        if self.model.fit.num_samples < _LEARNT_AFTER:
+        if self.model.num_samples < _LEARNT_AFTER:
             return None
         return overlap_fraction(self.model, self._work, max_microbatches)
 
@@ -119,7 +119,7 @@ class StepMeter:
         waited_s = counted.get("load_wait_seconds", 0.0) + counted.get("save_wait_seconds", 0.0)
         if (computed_s := busy_s - waited_s) > 0:
             done = replace(work, remote_calls=self.remote_calls)
-            self.model = self.model.observed(done, computed_s / steps)
+            self.model = self.model.observed(done.features, computed_s / steps)
             self._num_remote_samples += self.remote_calls > 0
             self._num_prefill_samples += work.prefill_tokens > 0
             self._num_decode_samples += work.decode_requests > 0

@@ -14,7 +14,7 @@ from banaserve.orchestrator.control.rebalancing import (
     RebalanceOptions,
     Stream,
     choose_moves,
-    load_of,
+    decode_load_of,
     remaining_tokens,
 )
 from banaserve.serving.cluster import Cluster
@@ -109,4 +109,4 @@ class Rebalancer:
         view = instance.view()
         if view.report is not None and self._clock.now() - view.report.at_s > _STALE_S:
             view = replace(view, report=None)
-        return load_of(view, instance.num_streams, instance.streams)
+        return decode_load_of(view, instance.num_streams, instance.streams)

@@ -26,13 +26,13 @@ from banaserve.orchestrator.control.move_policies import registry as migrations
 from banaserve.orchestrator.control.rebalancing import (
     RebalanceOptions,
     choose_moves,
+    decode_load_of,
     remaining_tokens,
 )
 from banaserve.orchestrator.control.routing import registry as routings
 from banaserve.orchestrator.control.turn import Mode, Remembered, Turn
 from banaserve.orchestrator.control.turn import turn as take_turn
 from banaserve.sim.cluster.placing import Placing
-from banaserve.sim.cluster.rebalancing import loads
 from banaserve.sim.instances.engine import SimEngine
 from banaserve.sim.instances.instance import SimInstance
 from banaserve.sim.instances.prefix_cache import HASH_BLOCK_TOKENS, SimPrefixCache
@@ -101,8 +101,8 @@ class Cell:
         self._system = system
         self._listener = listener
         self._turn, self._lighter = turn, lighter
-        self._token_bytes = profile.shape.token_bytes
-        self._link = profile.between
+        self._token_bytes = profile.model.token_bytes
+        self._link = profile.link
         self._token_s = self._token_bytes / self._link.bytes_per_s
         self._hop_s = self._link.hop_s
         self._routing = routings.make_named(system.routing, start=turn, **system.routing_options)
@@ -361,8 +361,13 @@ class Cell:
         remaining = remaining_tokens(cluster.output_lengths)
         begun, self._rebalancing = self._rebalancing, set()
         for role in options.roles:
-            seen = loads(self.instances, cluster, role)
-            moves = choose_moves(seen, now_s, options, remaining, begun)
+            views = [one for one in cluster.instances.values() if one.role is role and one.ready]
+            engines = [self.instances[view.id].engine for view in views]
+            loads = [
+                decode_load_of(view, engine.num_streams, engine.streams)
+                for view, engine in zip(views, engines, strict=True)
+            ]
+            moves = choose_moves(loads, now_s, options, remaining, begun)
             self._rebalancing.update(moves)
             for source, streams in moves.items():
                 for stream in streams:

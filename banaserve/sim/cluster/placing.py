@@ -17,7 +17,8 @@ from banaserve.base.types import (
 )
 from banaserve.orchestrator.control.costs import modules
 from banaserve.orchestrator.control.costs.profile import Profile
-from banaserve.orchestrator.control.model.calibration import StepWork
+from banaserve.orchestrator.control.model.learnt_time import StepWork
+from banaserve.orchestrator.control.projection import slabs
 from banaserve.orchestrator.control.turn import words
 from banaserve.sim.instances.instance import SimInstance
 from banaserve.sim.timeline import Timeline
@@ -195,7 +196,7 @@ class Placing:
         attention = self._attention
         if attention is None:
             attention = modules.attention_fraction(self._profile, work)
-        return modules.share(self._profile, module, attention)
+        return slabs.compute_share(self._profile.facts, module, attention)
 
     def _relief(self, module: Module, share: float, work: StepWork) -> float:
         if self._overlap is None:

@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from banaserve.orchestrator.control.model.calibration import StepWork
+from banaserve.orchestrator.control.model.learnt_time import StepWork
+from banaserve.orchestrator.control.rebalancing import Stream
 from banaserve.sim.request import SimRequest
 
 
@@ -67,6 +68,19 @@ class SimBatch:
         """Return the number of requests whose prompts are computed, here or elsewhere."""
         num_prompts = len(self.prefilling) + sum(not one.generated for one in self.waiting)
         return self.num_running + len(self.waiting) - num_prompts
+
+    def streams(self) -> list[Stream]:
+        """Return the requests whose KV is in the store, the oldest first."""
+        running = [
+            Stream(one, one.prompt_tokens + self.generated_by(one), False, one.rebalanced_s)
+            for one in self.decoding.values()
+        ]
+        waiting = [
+            Stream(one, one.all_tokens, True, one.rebalanced_s)
+            for one in self.waiting
+            if one.generated
+        ]
+        return [*running, *waiting]
 
     @property
     def work(self) -> StepWork:

@@ -22,6 +22,7 @@ import random_models
 from adapter_files import RANK, write_adapter
 from banaserve.base.errors import BanaServeError
 from banaserve.base.run_dir import find_admin
+from banaserve.cli.admin.expert_choice import experts_for
 from banaserve.contracts.migration_api import (
     ExpertLoadRequest,
     MoveContext,
@@ -31,7 +32,6 @@ from banaserve.contracts.migration_api import (
     Return,
 )
 from banaserve.frontdoor.admin_client import AdminClient
-from banaserve.orchestrator.control.move_policies.expert_choice import experts_for
 from fork_server import ForkServer
 from observing import until, writer
 from reference import reference_tokens

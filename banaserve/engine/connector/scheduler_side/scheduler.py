@@ -29,7 +29,7 @@ from banaserve.engine.continuation import output_of
 from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.gate.cost_gate import CostGate
 from banaserve.kvstore.leases import Lease
-from banaserve.orchestrator.control.model.calibration import StepWork
+from banaserve.orchestrator.control.model.learnt_time import StepWork
 
 
 class StoreConnectorScheduler:

@@ -5,29 +5,18 @@ from __future__ import annotations
 from banaserve.base.types import Distance, Module
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.orchestrator.control.model import moving, overlapping
-from banaserve.orchestrator.control.model.calibration import StepTime, StepWork
+from banaserve.orchestrator.control.model.learnt_time import LearntTime, StepWork, step_time
 from banaserve.orchestrator.control.projection import slabs
 
 _MAX_PARTS = 32
 """Maximum number of micro-batches of a step, the default of an engine."""
 
 
-def share(profile: Profile, module: Module, attention_fraction: float) -> float:
-    """Return the share of a step's time that ``module`` takes, in [0, 1].
-
-    Args:
-        attention_fraction: Share of a layer's time that moves with its heads.
-    """
-    facts = profile.facts
-    of_all = slabs.num_slabs(facts, module) / (facts.num_layers * facts.num_kv_heads)
-    return of_all * attention_fraction if module.heads else of_all
-
-
 def attention_fraction(profile: Profile, work: StepWork) -> float:
     """Return the share of a step of ``work`` that is attention and moves with heads, in [0, 1]."""
     context_s = work.context_tokens * profile.decode(int(work.decode_requests)).context_token_s
     attention_s = work.prefill_pairs * profile.prefill.pair_s + context_s
-    step_s = _model(profile, work).predict_s(work)
+    step_s = _model(profile, work).predict_s(work.features)
     return attention_s / step_s if step_s > 0 else 0.0
 
 
@@ -38,19 +27,19 @@ def relief(profile: Profile, module: Module, work: StepWork) -> float:
     They always compute heads concurrently: the host computes each layer's other heads while the
     guest computes the moved ones.
     """
-    own = share(profile, module, attention_fraction(profile, work))
+    own = slabs.compute_share(profile.facts, module, attention_fraction(profile, work))
     if module.heads:
         return own
     return own * overlapping.overlap_fraction(_model(profile, work), work, _MAX_PARTS)
 
 
-def _model(profile: Profile, work: StepWork) -> StepTime:
+def _model(profile: Profile, work: StepWork) -> LearntTime:
     """Return step times near ``work``; a step of prompts and decoding has the larger fixed part."""
     prefill, decode = profile.prefill, profile.decode(int(work.decode_requests))
     fixed_s = decode.fixed_s
     if work.prefill_tokens:
         fixed_s = max(prefill.fixed_s, decode.fixed_s if work.decode_requests else 0.0)
-    return StepTime.of(
+    return step_time(
         fixed_s, prefill.token_s, prefill.pair_s, decode.context_token_s, decode.request_s
     )
 
@@ -62,31 +51,5 @@ def hop_s(profile: Profile, module: Module, tokens: int, distance: Distance | No
         tokens: Number of tokens of the step.
         distance: Network path to the guest's machine; None if the guest is on the same machine.
     """
-    shape, link = profile.shape, profile.between
-    if distance is not None:
-        link = link.over(distance)
-    if not module.heads:
-        return moving.layers_step_s(tokens, shape.hidden_size, shape.element_bytes, link)
-    return moving.heads_step_s(
-        tokens,
-        module.num_layers,
-        len(module.heads),
-        shape.head_dim,
-        shape.element_bytes,
-        link,
-        shape.num_heads // shape.num_kv_heads,
-    )
-
-
-def older_hop_s(profile: Profile, num_layers: int, tokens: int) -> float:
-    """Return the time that remote older blocks of ``num_layers`` layers add to a step, in seconds.
-
-    In each layer, queries are sent, and outputs and their log-sum-exp return as float32.
-
-    Args:
-        tokens: Number of tokens of the step.
-    """
-    shape, link = profile.shape, profile.between
-    head_bytes = shape.head_dim * shape.element_bytes + 4 * (shape.head_dim + 1)
-    num_bytes = tokens * shape.num_heads * head_bytes
-    return num_layers * (2 * link.hop_s + link.transfer_s(num_bytes))
+    link = profile.link.over(distance)
+    return moving.hop_s(profile.facts, module, tokens, link)

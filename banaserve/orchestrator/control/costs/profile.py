@@ -13,7 +13,6 @@ from banaserve.base.errors import UserError
 from banaserve.base.names import check_known
 from banaserve.base.types import InstanceFacts
 from banaserve.orchestrator.control.model.moving import Link
-from banaserve.orchestrator.control.model.shape import ModelShape
 
 BUILT_IN = Path(__file__).parent / "profiles"
 
@@ -33,7 +32,16 @@ Section = TypeVar("Section")
 
 @dataclass(frozen=True, slots=True)
 class ModelSection:
-    """Dimensions of the model; ``fixed_weights`` are embeddings and output head."""
+    """Dimensions of a dense decoder-only model, and their bytes: BanaServe Eqs. 3 and 14 to 16.
+
+    Attributes:
+        hidden_size: Width of the residual stream, d_model.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key and value heads; equal to ``num_heads`` without GQA.
+        layer_weights: Number of parameters of one decoder layer.
+        fixed_weights: Number of parameters of embeddings and output head.
+        element_bytes: Size of a weight and of a K or V element: 2 for bf16 and fp16.
+    """
 
     num_layers: int
     hidden_size: int
@@ -43,6 +51,40 @@ class ModelSection:
     fixed_weights: int
     max_context_tokens: int
     element_bytes: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "element_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: must be 1 or more")
+        if self.layer_weights < 1:
+            raise ValueError(f"layer_weights is {self.layer_weights}: must be 1 or more")
+        if self.hidden_size % self.num_heads:
+            raise ValueError("hidden_size is no multiple of num_heads")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError("num_heads is no multiple of num_kv_heads")
+
+    @property
+    def head_dim(self) -> int:
+        """Number of elements of one head: d_model / h_total (BanaServe Eq. 14)."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def layer_token_bytes(self) -> int:
+        """Size of K and V of one token in one layer: h_kv d_head 2 bytes (BanaServe Eq. 15).
+
+        The paper's 4 KB is the size for Llama-3.1-8B; a 13B model without GQA has 20,480 bytes.
+        """
+        return 2 * self.num_kv_heads * self.head_dim * self.element_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Size of K and V of one token in all layers: N S_kv (BanaServe Eq. 16)."""
+        return self.num_layers * self.layer_token_bytes
+
+    @property
+    def layer_weight_bytes(self) -> int:
+        """Size of the weights of one layer: S_w of BanaServe Eq. 3."""
+        return self.layer_weights * self.element_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +115,11 @@ class MemorySection:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkSection:
-    """Link between two instances, and between an instance and the store."""
-
-    bytes_per_s: float
-    sync_s: float
-    hop_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Profile:
-    """A modelled device with a modelled model; all times of a profile are computed, not measured.
+    """A modelled device with a modelled model; its times are computed, not measured.
 
-    Raises:
-        ValueError: The model's dimensions do not fit together.
+    Attributes:
+        facts: Facts of an instance whose memory is just large enough for its KV.
     """
 
     name: str
@@ -96,35 +129,20 @@ class Profile:
     decode_small: DecodeSection
     decode_large: DecodeSection | None
     memory: MemorySection
-    link: LinkSection
-    shape: ModelShape = field(init=False)
+    link: Link
+    facts: InstanceFacts = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        m = self.model
-        shape = ModelShape(
-            m.num_layers,
-            m.hidden_size,
-            m.num_heads,
-            m.num_kv_heads,
-            m.layer_weights,
-            m.element_bytes,
-        )
-        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "facts", self._facts())
 
     def decode(self, batch: int) -> DecodeSection:
         """Return the coefficients for ``batch`` requests."""
         large = self.decode_large
         return large if large is not None and batch >= large.from_batch else self.decode_small
 
-    @property
-    def between(self) -> Link:
-        return Link(self.link.bytes_per_s, self.link.sync_s, self.link.hop_s)
-
-    @property
-    def facts(self) -> InstanceFacts:
-        """Facts of an instance of this profile whose memory is just large enough for its KV."""
-        shape, tokens = self.shape, self.memory.kv_tokens
-        fixed_bytes = self.model.fixed_weights * shape.element_bytes
+    def _facts(self) -> InstanceFacts:
+        shape, tokens = self.model, self.memory.kv_tokens
+        fixed_bytes = shape.fixed_weights * shape.element_bytes
         weights = shape.num_layers * shape.layer_weight_bytes
         blocks = tokens // self.memory.block_tokens
         return InstanceFacts(
@@ -167,18 +185,20 @@ def load(name_or_path: str) -> Profile:
         raise UserError(f"{path}: decode is no section")
     check_keys(path, "decode.", decode, ("small", "large"), required=("small",))
     large = decode.get("large")
-    parts = (
-        read_section(path, "model", table["model"], ModelSection),
+    try:
+        model = read_section(path, "model", table["model"], ModelSection)
+    except ValueError as error:
+        raise UserError(f"{path}: [model]: {error}") from error
+    return Profile(
+        str(table["name"]),
+        str(table["source"]),
+        model,
         read_section(path, "prefill", table["prefill"], PrefillSection),
         read_section(path, "decode.small", decode["small"], DecodeSection),
         None if large is None else read_section(path, "decode.large", large, DecodeSection),
         read_section(path, "memory", table["memory"], MemorySection),
-        read_section(path, "link", table["link"], LinkSection),
+        read_section(path, "link", table["link"], Link, ("sync_s", "hop_s")),
     )
-    try:
-        return Profile(str(table["name"]), str(table["source"]), *parts)
-    except ValueError as error:
-        raise UserError(f"{path}: [model]: {error}") from error
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -215,8 +235,13 @@ def check_keys(
             raise UserError(f"{path}: {prefix}{key} is missing")
 
 
-def read_section(path: Path, name: str, table: Any, kind: type[Section]) -> Section:
+def read_section(
+    path: Path, name: str, table: Any, kind: type[Section], required: tuple[str, ...] = ()
+) -> Section:
     """Build ``kind`` from a section whose values are finite numbers of the right type, above 0.
+
+    Args:
+        required: Keys that the section must have, besides those without a default.
 
     Raises:
         UserError: A key is missing, unknown or out of range; the message names file and key.
@@ -227,7 +252,7 @@ def read_section(path: Path, name: str, table: Any, kind: type[Section]) -> Sect
     known = tuple(f.name for f in fields(kind))  # type: ignore[arg-type]
     defaults = {f.name: f.default for f in fields(kind)}  # type: ignore[arg-type]
     needed = tuple(key for key in known if not isinstance(defaults[key], int | float))
-    check_keys(path, f"{name}.", table, known, needed)
+    check_keys(path, f"{name}.", table, known, (*needed, *required))
     for key, value in table.items():
         wanted = (int,) if hints[key] is int else (int, float)
         if isinstance(value, bool) or not isinstance(value, wanted) or not isfinite(value):

@@ -39,8 +39,8 @@ class StepCosts:
         self._small = (small.fixed_s, small.context_token_s, small.request_s)
         self._large = (large.fixed_s, large.context_token_s, large.request_s)
         self._large_from = profile.decode_large.from_batch if profile.decode_large else 1
-        self.fetch_token_s = profile.shape.token_bytes / profile.link.bytes_per_s
-        self.num_layers = profile.shape.num_layers
+        self.fetch_token_s = profile.model.token_bytes / profile.link.bytes_per_s
+        self.num_layers = profile.model.num_layers
         self.slowdown = 1.0
         self.guest_share = 0.0
         self.relief = 0.0
@@ -85,7 +85,7 @@ class StepCosts:
         )
 
     def coefficients(self, batch: int) -> tuple[float, ...]:
-        """Return the coefficients that ``StepTime`` learns from steps near ``batch`` requests."""
+        """Return the coefficients that ``step_time`` learns from steps near ``batch`` requests."""
         fixed_s, context_s, request_s = self._of(batch)
         factor = self.factor
         return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from banaserve.orchestrator.control.costs.steps import StepCosts
-from banaserve.orchestrator.control.model.calibration import StepWork
+from banaserve.orchestrator.control.model.learnt_time import StepWork
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,18 +6,11 @@ from collections.abc import Mapping, Sequence, Set
 from math import exp
 from typing import ClassVar, NamedTuple
 
-from banaserve.base.types import InstanceId, InstanceView, OutputLengths
+from banaserve.base.types import InstanceId, InstanceView, OutputLengths, RequestLimits
 from banaserve.orchestrator.control.model.serving_times import InstanceTimes, LegLoad
 
 _STEEPNESS = 10
 _MOST_RATIO = 100.0
-
-
-class Limits(NamedTuple):
-    """Limits of a request, in seconds; 0 is no limit."""
-
-    ttft_s: float
-    tpot_s: float
 
 
 class LegCandidate(NamedTuple):
@@ -75,7 +68,7 @@ class RouteSituation(NamedTuple):
         tokens: Mean number of tokens of the request while it decodes.
         lengths: Output lengths of recent requests.
         own_lengths: Output lengths that the request may have.
-        limits: Limits of the request.
+        limits: Limits of the request, in seconds; 0 is no limit.
         others_tpot_s: TPOT limit of the requests that decode; 0 is no limit.
         whole: Instances whose role is to serve the whole request, if it has one leg only.
         is_whole: True if the request has one leg only.
@@ -88,7 +81,7 @@ class RouteSituation(NamedTuple):
     tokens: float
     lengths: OutputLengths
     own_lengths: Sequence[int]
-    limits: Limits
+    limits: RequestLimits
     others_tpot_s: float
     whole: Set[InstanceId]
     is_whole: bool

@@ -1,10 +1,16 @@
-"""Cost of a migration, once and in every step: BanaServe Eqs. 4, 5, 11, 28 and 29."""
+"""Times over a network path: of a migration, of a remote module in a step, of a hand-over.
+
+BanaServe Eqs. 4, 5, 11, 28 and 29.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from banaserve.base.types import Distance
+from banaserve.base.types import Distance, InstanceFacts, InstanceView, Module
+
+UNMEASURED = Distance(round_trip_s=1e-3, bytes_per_s=125e6)
+"""Assumed network path if none has been, or could be, measured: a slow one of 1 Gbit/s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +31,14 @@ class Link:
         if self.bytes_per_s <= 0 or self.sync_s < 0 or self.hop_s < 0:
             raise ValueError(f"{self}: bytes_per_s is above 0, the rest 0 or more")
 
-    def over(self, distance: Distance) -> Link:
-        """Return this link over ``distance``: no faster than measured between the machines."""
+    def over(self, distance: Distance | None) -> Link:
+        """Return this link over ``distance``: no faster than measured between the machines.
+
+        Args:
+            distance: Network path between two machines; None within one machine.
+        """
+        if distance is None:
+            return self
         bytes_per_s = min(self.bytes_per_s, distance.bytes_per_s)
         return Link(bytes_per_s, self.sync_s, max(self.hop_s, distance.round_trip_s / 2))
 
@@ -45,32 +57,19 @@ def migration_s(num_bytes: float, link: Link, realloc_s: float = 0.0) -> float:
     return link.transfer_s(num_bytes) + link.sync_s + realloc_s
 
 
-def layers_step_s(batch_tokens: float, hidden_size: int, element_bytes: int, link: Link) -> float:
-    """Return the seconds that a remote range of layers adds to each step (not in BanaServe Eq. 5).
+def hop_s(facts: InstanceFacts, module: Module, tokens: float, link: Link) -> float:
+    """Return the seconds that a remote ``module`` adds to a step of its host, of ``tokens`` tokens.
 
-    The hidden states of every token of the step are sent to the guest and back.
+    The paper has no such term, neither in Eq. 5 nor in Eq. 11. For layers, the hidden states of
+    every token are sent to the guest and back. For heads, in every layer q, k and v are sent and o
+    returns for each moved head: layers x (2 hops + (3 + 1) heads d bytes / B). Under GQA, a KV head
+    moves with its ``queries_a_head`` query heads, so q and o count that many times.
     """
-    num_bytes = 2 * batch_tokens * hidden_size * element_bytes
-    return 2 * link.hop_s + link.transfer_s(num_bytes)
-
-
-def heads_step_s(
-    batch_tokens: float,
-    num_layers: int,
-    num_heads: int,
-    head_dim: int,
-    element_bytes: int,
-    link: Link,
-    queries_a_head: int = 1,
-) -> float:
-    """Return the seconds that remote KV heads add to each step (not in BanaServe Eq. 11).
-
-    In every layer, q, k and v are sent and o returns for each moved head:
-    layers x (2 hops + (3 + 1) heads d bytes / B). Under GQA, a KV head moves with its
-    ``queries_a_head`` query heads, so q and o count that many times: 2 + 2 ``queries_a_head``.
-    """
-    token_bytes = (2 + 2 * queries_a_head) * num_heads * head_dim * element_bytes
-    return num_layers * (2 * link.hop_s + link.transfer_s(batch_tokens * token_bytes))
+    if not module.heads:
+        return 2 * link.hop_s + link.transfer_s(2 * tokens * facts.hidden_bytes)
+    head_bytes = facts.layer_token_bytes // (2 * facts.num_kv_heads)
+    token_bytes = (2 + 2 * facts.queries_a_head) * len(module.heads) * head_bytes
+    return module.num_layers * (2 * link.hop_s + link.transfer_s(tokens * token_bytes))
 
 
 def within_budget(before_s: float, after_s: float, budget_s: float | None) -> bool:
@@ -80,3 +79,15 @@ def within_budget(before_s: float, after_s: float, budget_s: float | None) -> bo
     could never be relieved. None is no budget.
     """
     return budget_s is None or after_s <= max(budget_s, before_s)
+
+
+def way_s(source: InstanceView, target: InstanceView, tokens: int) -> float:
+    """Return the transfer time of the KV of ``tokens`` tokens between two instances, in seconds.
+
+    The time is 0 if both are on one machine. If the KV size of a token is unknown, only a round
+    trip counts, so that paths of different bandwidth look alike.
+    """
+    if target.id not in source.far:
+        return 0.0
+    way = source.far[target.id] or UNMEASURED
+    return way.round_trip_s + tokens * source.kv_token_bytes / way.bytes_per_s

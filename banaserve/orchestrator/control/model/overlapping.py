@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from banaserve.orchestrator.control.model.calibration import StepTime, StepWork
+from banaserve.orchestrator.control.model.learnt_time import LearntTime, StepWork
 
 LEAST_PART_TOKENS = 16
 """Minimum number of tokens of a part: the tile size of matrix product kernels."""
@@ -24,7 +24,7 @@ def makespan_s(each_s: Sequence[float], num_parts: int) -> float:
     return sum(each_s) + (num_parts - 1) * max(each_s, default=0.0)
 
 
-def overlap_fraction(model: StepTime, work: StepWork, max_microbatches: int) -> float:
+def overlap_fraction(model: LearntTime, work: StepWork, max_microbatches: int) -> float:
     """Return the share of a guest's work that its host would not wait for, in [0, 1].
 
     The guest is taken to have half of the layers. Every part repeats the fixed time of a step, so
@@ -37,19 +37,19 @@ def overlap_fraction(model: StepTime, work: StepWork, max_microbatches: int) -> 
     """
     tokens = work.prefill_tokens + work.decode_requests
     at_most = max(1, min(max_microbatches, int(tokens) // LEAST_PART_TOKENS))
-    waiting_s = model.predict_s(work)
+    waiting_s = model.predict_s(work.features)
     best_s = min(_halves_s(model, work, num) for num in range(1, at_most + 1))
     if waiting_s <= 0 or best_s > WORTH * waiting_s:
         return 0.0
     return min(1.0, 2 * (waiting_s - best_s) / waiting_s)
 
 
-def _halves_s(model: StepTime, work: StepWork, num_parts: int) -> float:
+def _halves_s(model: LearntTime, work: StepWork, num_parts: int) -> float:
     part = StepWork(
         work.prefill_tokens / num_parts,
         work.prefill_pairs / num_parts,
         work.decode_requests / num_parts,
         work.context_tokens / num_parts,
     )
-    half_s = model.predict_s(part) / 2
+    half_s = model.predict_s(part.features) / 2
     return makespan_s((half_s, half_s), num_parts)

@@ -1,6 +1,6 @@
 """Predicted times of a request at one instance, and its cost for the other requests there. Pure.
 
-A step takes a + b n + c n^2 + d context + e batch (``calibration.py:StepTime``). Prompts are
+A step takes a + b n + c n^2 + d context + e batch (``learnt_time.py:step_time``). Prompts are
 computed in steps of limited size, in the order of arrival, together with one token for each request
 that decodes.
 """

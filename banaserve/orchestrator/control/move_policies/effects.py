@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from banaserve.base.types import Influence, Module
 from banaserve.orchestrator.control.model import moving
-from banaserve.orchestrator.control.model.moving import Link
 from banaserve.orchestrator.control.move_policies.options import MoveOptions, RepairedOptions
 from banaserve.orchestrator.control.projection import slabs
 from banaserve.orchestrator.control.projection.projection import Projected
@@ -28,14 +27,19 @@ class MemoryEffect(NamedTuple):
     moved_bytes: int
 
 
-def leaving(
+def memory_effect(
     host: Projected, guest: Projected, module: Module, options: MoveOptions
 ) -> MemoryEffect:
-    """Return the change of memory when ``module`` moves from ``host`` to ``guest``."""
+    """Return the change of memory when ``module`` goes to ``guest``, or home if it is away."""
+    is_away = module in host.away
+    home = host.home.moved(host.facts, module, is_away)
+    host_after = host.blocks_with(home, host.guest_bytes)
     shared = options.weights_are_shared
-    host_after = host.blocks_with(host.home.without(host.facts, module), host.guest_bytes)
-    held = slabs.guest_bytes(host.facts, module, host_after, shared)
-    guest_after = guest.blocks_with(guest.home, guest.guest_bytes + held)
+    if is_away:
+        held = -host.away[module].guest_bytes
+    else:
+        held = slabs.guest_bytes(host.facts, module, host_after, shared)
+    guest_after = guest.blocks_with(guest.home, max(0, guest.guest_bytes + held))
     used = min(host.wanted_blocks, host.kv_blocks)
     return MemoryEffect(
         host_after - host.kv_blocks,
@@ -45,50 +49,10 @@ def leaving(
     )
 
 
-def returning(
-    host: Projected, guest: Projected, module: Module, options: MoveOptions
-) -> MemoryEffect:
-    """Return the change of memory when ``module`` comes home to ``host``."""
-    host_after = host.blocks_with(host.home.with_back(host.facts, module), host.guest_bytes)
-    held = host.away[module].guest_bytes
-    guest_after = guest.blocks_with(guest.home, max(0, guest.guest_bytes - held))
-    used = min(host.wanted_blocks, host.kv_blocks)
-    return MemoryEffect(
-        host_after - host.kv_blocks,
-        guest_after - guest.kv_blocks,
-        -held,
-        slabs.moved_bytes(host.facts, module, used, options.weights_are_shared),
-    )
-
-
-def module_share(host: Projected, module: Module, attention_fraction: float) -> float:
-    """Return the share of the host's compute that ``module`` takes."""
-    facts = host.facts
-    share = slabs.num_slabs(facts, module) / (facts.num_layers * facts.num_kv_heads)
-    return share * attention_fraction if module.heads else share
-
-
-def way(link: Link, host: Projected, guest: Projected) -> Link:
-    """Return ``link`` between these two instances, which may be on different machines."""
-    distance = host.far.get(guest.id)
-    return link if distance is None else link.over(distance)
-
-
 def hop_step_s(host: Projected, guest: Projected, module: Module, options: MoveOptions) -> float:
     """Return the seconds that a module at ``guest`` adds to each step of its host."""
-    facts, link = host.facts, way(options.hop, host, guest)
-    if not module.heads:
-        return moving.layers_step_s(host.batch_tokens, facts.hidden_bytes, 1, link)
-    head_bytes = facts.layer_token_bytes // (2 * facts.num_kv_heads)
-    return moving.heads_step_s(
-        host.batch_tokens,
-        module.num_layers,
-        len(module.heads),
-        head_bytes,
-        1,
-        link,
-        facts.queries_a_head,
-    )
+    link = options.hop.over(host.far.get(guest.id))
+    return moving.hop_s(host.facts, module, host.batch_tokens, link)
 
 
 def overlap_of(host: Projected, options: RepairedOptions) -> float:
@@ -114,11 +78,12 @@ def influences(
     host's step takes as long as before, or longer with a slower guest. Each hop lengthens the step,
     which costs compute of the host, too. A module that is away already is taken to come home.
     """
-    share = module_share(host, module, options.attention_fraction)
+    share = slabs.compute_share(host.facts, module, options.attention_fraction)
     overlap = overlap_of(host, options)
     gone = 0.0
     if host.away and overlap:
-        gone = sum(module_share(host, other, options.attention_fraction) for other in host.away)
+        fraction = options.attention_fraction
+        gone = sum(slabs.compute_share(host.facts, other, fraction) for other in host.away)
     left = max(1 - overlap * gone, 1e-9)
     whole_compute, whole_step_s = host.compute / left, host.step_s / left
     hop_s = hop_step_s(host, guest, module, options)

@@ -86,7 +86,9 @@ class MigrationPolicy(Protocol):
     ``banaserve.migration_policies``. It is built as ``policy(options)`` and has an attribute
     ``Options``: a frozen dataclass of its own options, each with a default, that raises
     ``UserError`` for a value out of range. Names of options end in their unit: with time dilation,
-    options that end in ``_s`` and ``_per_s`` are scaled, too.
+    options that end in ``_s`` and ``_per_s`` are scaled, too. Options of a policy that are named
+    ``link_bytes_per_s``, ``link_sync_s`` and ``link_hop_s`` get what migrations have taught, where
+    they are not given.
     """
 
     def plan(self, cluster: ClusterView) -> MigrationPlan:

@@ -88,6 +88,9 @@ class MoveOptions:
         max_away_fraction: Maximum share of a host's layers, and of a layer's KV heads, away.
         timeout_factor: Timeout of a step in units of its predicted time.
         min_timeout_s: Minimum timeout of a step, in seconds.
+        scalar: Conversion of a load to a number, by which gaps are measured: Eq. 32 is ``sum``;
+            ``weighted``; ``maximum`` is that of the fullest resource, and its gap that of any one.
+        compute_weight: Weight of compute for ``weighted``, in [0, 1].
     """
 
     stale_after_s: float = STALE_AFTER_S
@@ -101,6 +104,12 @@ class MoveOptions:
     max_away_fraction: float = 0.5
     timeout_factor: float = 5.0
     min_timeout_s: float = 5.0
+    scalar: str = Scalar.MAXIMUM
+    compute_weight: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        ScalarLoad(self.scalar, self.compute_weight)
 
     @property
     def link(self) -> Link:
@@ -125,8 +134,6 @@ class PublishedOptions(MoveOptions):
             seconds.
         layers_a_move: Number of layers of one MigrateLayer.
         heads_a_move: Number of KV heads of one MigrateKVHeads, in all layers.
-        scalar: Conversion of a load to a number; Eq. 32 is the sum.
-        compute_weight: Weight of compute for ``weighted``, in [0, 1].
     """
 
     delta: float = 0.2
@@ -134,11 +141,6 @@ class PublishedOptions(MoveOptions):
     layers_a_move: int = 4
     heads_a_move: int = 1
     scalar: str = Scalar.SUM
-    compute_weight: float = 0.5
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
-        ScalarLoad(self.scalar, self.compute_weight)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,9 +170,6 @@ class RepairedOptions(MoveOptions):
         switch_fraction: Share of the instances of both roles that may change roles within a dwell
             time, but at least two instances: the work of prefill reaches decode only later.
         min_per_role: Minimum number of instances of a role.
-        scalar: Measure of the gap: ``maximum`` takes the greatest gap of any resource; ``sum`` and
-            ``weighted`` take the gap of that number.
-        compute_weight: Weight of compute for ``weighted``, in [0, 1].
     """
 
     delta_up: float = 0.2
@@ -191,12 +190,9 @@ class RepairedOptions(MoveOptions):
     role_switch_s: float = 1.0
     switch_fraction: float = 0.125
     min_per_role: int = 1
-    scalar: str = Scalar.MAXIMUM
-    compute_weight: float = 0.5
 
     def __post_init__(self) -> None:
-        check_ranges(self)
-        ScalarLoad(self.scalar, self.compute_weight)
+        MoveOptions.__post_init__(self)
         for low, high in (("delta_down", "delta_up"), ("delta_heads", "delta_layers")):
             if getattr(self, low) > getattr(self, high):
                 raise UserError(f"{low} is above {high}: give it at most {getattr(self, high)}")

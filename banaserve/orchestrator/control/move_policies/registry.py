@@ -1,21 +1,54 @@
-"""Registry of migration policies."""
+"""Registry of migration policies, and a policy with its name for messages about its errors."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from banaserve.base.errors import PolicyError, UserError
 from banaserve.base.registry import (
     Registry,
     build_options,
     build_policy,
     check_class,
     check_options,
+    one_line,
 )
-from banaserve.orchestrator.control.move_policies.algorithm1_published import Published
-from banaserve.orchestrator.control.move_policies.algorithm1_repaired import Repaired
-from banaserve.orchestrator.control.move_policies.interface import MigrationPolicy
-from banaserve.orchestrator.control.move_policies.named import NamedMigrationPolicy
-from banaserve.orchestrator.control.move_policies.still import Still
+from banaserve.base.types import ClusterView
+from banaserve.orchestrator.control.move_policies.algorithm1 import Published, Repaired
+from banaserve.orchestrator.control.move_policies.interface import MigrationPlan, MigrationPolicy
+from banaserve.orchestrator.control.move_policies.no_moves import NoMoves
+
+
+@dataclass(frozen=True, slots=True)
+class NamedMigrationPolicy:
+    """A migration policy whose answers are checked: a plan, or an error.
+
+    Attributes:
+        label: Name of the policy in the registry, with its package if that is not banaserve.
+    """
+
+    policy: MigrationPolicy
+    label: str
+
+    def plan(self, cluster: ClusterView) -> MigrationPlan:
+        """Return the plan of the policy.
+
+        Raises:
+            UserError: The policy has raised it.
+            PolicyError: The policy has raised another exception, or its answer is not a plan.
+        """
+        try:
+            plan = self.policy.plan(cluster)
+        except UserError:
+            raise
+        # The code may be another package's: sys.exit in it would end the server.
+        except (Exception, SystemExit) as error:
+            raise PolicyError(f"migration policy {self.label}: {one_line(error)}") from error
+        if not isinstance(plan, MigrationPlan):
+            what = type(plan).__name__
+            raise PolicyError(f"migration policy {self.label}: plan returned a {what}")
+        return plan
 
 
 class MigrationPolicyClass(Protocol):
@@ -33,11 +66,11 @@ def _check(name: str, found: object) -> MigrationPolicyClass:
 
 
 POLICIES: Registry[MigrationPolicyClass] = Registry(
-    "migration policy", _check, ["banaserve.orchestrator.planner.registration"]
+    "migration policy", _check, ["banaserve.orchestrator.planner.policy"]
 )
 POLICIES.add("published", Published)
 POLICIES.add("repaired", Repaired)
-POLICIES.add("still", Still)
+POLICIES.add("still", NoMoves)
 
 names = POLICIES.names
 

@@ -93,12 +93,11 @@ def weigh_move(
 ) -> Weighed | Rejected:
     """Return the move of ``module`` to ``guest`` with its benefit, or why it is rejected."""
     words = words_of("move", module, host.id, guest.id)
-    size = slabs.num_slabs(host.facts, module)
-    share = size / (host.facts.num_layers * host.facts.num_kv_heads)
+    share = slabs.share(host.facts, module)
     heads_share = len(module.heads) / host.facts.num_kv_heads
     if max(host.away_share + share, heads_share) > options.max_away_fraction:
         return Rejected(words, RejectReason.TOO_MUCH_AWAY, host.away_share + share)
-    effect = effects.leaving(host, guest, module, options)
+    effect = effects.memory_effect(host, guest, module, options)
     if effect.host_blocks <= 0 and effects.overlap_of(host, options) == 0:
         return Rejected(words, RejectReason.NO_BLOCK_FREED)
     action = MoveModule(host.id, guest.id, module, effect.moved_bytes)
@@ -128,7 +127,7 @@ def weigh_return(
 ) -> Weighed | Rejected:
     """Return the return of ``module`` to its host with its benefit, or why it is rejected."""
     words = words_of("return", module, guest.id, host.id)
-    effect = effects.returning(host, guest, module, options)
+    effect = effects.memory_effect(host, guest, module, options)
     action = ReturnModule(host.id, guest.id, module, effect.moved_bytes)
     return _weigh_module(words, action, host, guest, effect, options)
 
@@ -148,11 +147,10 @@ def _weigh_module(
     for instance, influence in ((host, on_host), (guest, on_guest)):
         if over := _over_budget(instance, influence, options):
             return Rejected(words, over, instance.step_s + influence.step_s)
-    size = slabs.num_slabs(host.facts, action.module)
-    share = size / (host.facts.num_layers * host.facts.num_kv_heads)
+    share = slabs.share(host.facts, action.module)
     remote = options.remote_cost * (share if isinstance(action, MoveModule) else -share)
     fall = _fall(host, on_host) + _fall(guest, on_guest) - remote
-    cost_s = migration_s(effect.moved_bytes, effects.way(options.link, host, guest))
+    cost_s = migration_s(effect.moved_bytes, options.link.over(host.far.get(guest.id)))
     first, second = (host.id, on_host), (guest.id, on_guest)
     both = (first, second) if first[0] < second[0] else (second, first)
     return _judged(words, action, lambda: both, fall, cost_s, options)
@@ -163,8 +161,6 @@ def weigh_switch(
 ) -> Weighed | Rejected:
     """Return a role switch with its benefit, or why it is rejected."""
     words = f"switch {switch.words}"
-    if switch.fall <= LEAST_FALL:
-        return Rejected(words, RejectReason.NO_BENEFIT, switch.fall)
     felt = partial(switching.influence, projection, switch, options.horizon_s)
     action = SwitchRole(switch.instance.id, switch.old, switch.new)
     return _judged(words, action, felt, switch.fall, options.role_switch_s, options)

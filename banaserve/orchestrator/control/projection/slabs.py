@@ -24,6 +24,31 @@ def num_slabs(facts: InstanceFacts, module: Module) -> int:
     return (module.end_layer - module.first_layer) * (len(module.heads) or facts.num_kv_heads)
 
 
+def share(facts: InstanceFacts, module: Module) -> float:
+    """Return the share of the model's slabs that ``module`` has, in [0, 1]."""
+    return num_slabs(facts, module) / (facts.num_layers * facts.num_kv_heads)
+
+
+def compute_share(facts: InstanceFacts, module: Module, attention_fraction: float) -> float:
+    """Return the share of a step's time that ``module`` takes, in [0, 1].
+
+    Args:
+        attention_fraction: Share of a layer's time that moves with its heads.
+    """
+    of_all = share(facts, module)
+    return of_all * attention_fraction if module.heads else of_all
+
+
+def num_movable(facts: InstanceFacts, heads: bool) -> int:
+    """Return the number of KV heads of an instance, or that of its layers."""
+    return facts.num_kv_heads if heads else facts.num_layers
+
+
+def free(facts: InstanceFacts, taken: Iterable[Module], size: int, heads: bool) -> Module | None:
+    """Return the last ``size`` KV heads, or layers, that could move: see the two functions."""
+    return free_heads(facts, taken, size) if heads else free_layers(facts, taken, size)
+
+
 class Home(NamedTuple):
     """Part of an instance that is at home: the inputs of ``blocks`` that placements determine.
 
@@ -44,13 +69,11 @@ class Home(NamedTuple):
                 layers -= module.num_layers
         return cls(layers, slabs)
 
-    def without(self, facts: InstanceFacts, module: Module) -> Home:
-        layers = self.layers if module.heads else self.layers - module.num_layers
-        return Home(layers, self.slabs - num_slabs(facts, module))
-
-    def with_back(self, facts: InstanceFacts, module: Module) -> Home:
-        layers = self.layers if module.heads else self.layers + module.num_layers
-        return Home(layers, self.slabs + num_slabs(facts, module))
+    def moved(self, facts: InstanceFacts, module: Module, is_back: bool) -> Home:
+        """Return what is at home after ``module`` has left, or come back."""
+        sign = 1 if is_back else -1
+        layers = 0 if module.heads else module.num_layers
+        return Home(self.layers + sign * layers, self.slabs + sign * num_slabs(facts, module))
 
     def blocks(self, facts: InstanceFacts, guest_bytes: int) -> int:
         """Return how many KV blocks fit besides guests, weights and immovable memory."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from banaserve.base.types import InstanceView, RequestView
+from banaserve.orchestrator.control.measure import STALE_AFTER_S
 from banaserve.orchestrator.control.routing.leg_by_leg import LegByLeg
 from banaserve.orchestrator.control.routing.legs import LegOptions
-from banaserve.orchestrator.control.routing.load import STALE_AFTER_S, LoadModel
+from banaserve.orchestrator.control.routing.load import LoadModel
 from banaserve.orchestrator.control.routing.option_checks import check_number
 from banaserve.orchestrator.control.routing.registry import register
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import inf
 
 from banaserve.base.types import ClusterView, InstanceView, RequestView, Role, Route
-from banaserve.orchestrator.control.model.handing_over import way_s
+from banaserve.orchestrator.control.model.moving import way_s
 from banaserve.orchestrator.control.routing.legs import LegOptions, LegReason, plan_legs
 from banaserve.orchestrator.control.routing.rotation import Rotation
 

@@ -14,9 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from banaserve.base.types import InstanceReport, InstanceView
-
-STALE_AFTER_S = 2.0
-"""Age from which a report is stale, in seconds: a few report periods, since one may be lost."""
+from banaserve.orchestrator.control.measure import STALE_AFTER_S
 
 MAX_RUNNING_REQUESTS = 128
 """Size of a full batch, vLLM's default ``max_num_seqs``: further requests wait."""

@@ -22,12 +22,12 @@ from typing import ClassVar, NamedTuple
 
 from banaserve.base.errors import UserError
 from banaserve.base.types import InstanceId, InstanceView, RequestId, RequestView
+from banaserve.orchestrator.control.measure import STALE_AFTER_S
 from banaserve.orchestrator.control.routing.leg_by_leg import LegByLeg
 from banaserve.orchestrator.control.routing.legs import LegOptions
 from banaserve.orchestrator.control.routing.load import (
     FULL_LOAD_S,
     MAX_RUNNING_REQUESTS,
-    STALE_AFTER_S,
     LoadModel,
     published_load,
 )

@@ -21,6 +21,7 @@ from banaserve.base.types import (
     InstanceId,
     InstanceView,
     OutputLengths,
+    RequestLimits,
     RequestView,
     Role,
     Route,
@@ -29,10 +30,9 @@ from banaserve.orchestrator.control.model.excess import (
     Excesses,
     LegCandidate,
     LegPlace,
-    Limits,
     RouteSituation,
 )
-from banaserve.orchestrator.control.model.handing_over import way_s
+from banaserve.orchestrator.control.model.moving import way_s
 from banaserve.orchestrator.control.model.serving_times import (
     NO_PROMPTS,
     InstanceTimes,
@@ -261,7 +261,7 @@ class SloAware:
             own_lengths = tuple(min(most, length) for length in own_lengths)
             output = min(output, most)
         own = request.limits
-        limits = Limits(
+        limits = RequestLimits(
             options.ttft_s if own.ttft_s is None else own.ttft_s,
             options.tpot_s if own.tpot_s is None else own.tpot_s,
         )

@@ -83,14 +83,14 @@ _MOST_PERMUTED = 3
 """Number of device kinds up to which all orders are tried; of more, each kind first and last."""
 
 
-def device_of(view: InstanceView) -> str:
+def device_kind(view: InstanceView) -> str:
     """Return the profile of the instance's device; empty for the usual one of the cluster."""
     return view.facts.profile if view.facts is not None else ""
 
 
 def orders(views: Sequence[InstanceView]) -> tuple[Order, ...]:
     """Return the orders of device kinds to try; one empty order if all ``views`` are alike."""
-    kinds = sorted({device_of(view) for view in views})
+    kinds = sorted({device_kind(view) for view in views})
     if len(kinds) < 2:
         return ((),)
     if len(kinds) <= _MOST_PERMUTED:
@@ -117,7 +117,7 @@ def assign(
     if order:
         found: dict[InstanceId, Role] = {}
         for kind, part in _by_kind(wanted, views, order).items():
-            found.update(assign(part, [view for view in views if device_of(view) == kind]))
+            found.update(assign(part, [view for view in views if device_kind(view) == kind]))
         return found
     open_ = {
         Role.PREFILL: wanted.num_prefill,
@@ -145,7 +145,7 @@ def _by_kind(
     wanted: Arrangement, views: Sequence[InstanceView], order: Order
 ) -> dict[str, Arrangement]:
     """Return each kind's arrangement: the first kinds prefill, the last decode, others do both."""
-    free = {kind: sum(device_of(view) == kind for view in views) for kind in order}
+    free = {kind: sum(device_kind(view) == kind for view in views) for kind in order}
 
     def filled(number: int, kinds: Sequence[str]) -> dict[str, int]:
         """Return how many of ``number`` instances each kind provides, the first kinds first."""

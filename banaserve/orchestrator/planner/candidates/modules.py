@@ -12,11 +12,12 @@ from banaserve.base.types import Distance, InstanceId, InstanceView, Module, Mod
 from banaserve.orchestrator.control.costs import modules as costs
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.orchestrator.control.costs.steps import StepCosts
-from banaserve.orchestrator.control.model.calibration import StepWork
-from banaserve.orchestrator.control.move_policies.candidates import sizes
+from banaserve.orchestrator.control.model.learnt_time import StepWork
 from banaserve.orchestrator.control.move_policies.options import MoveOptions
+from banaserve.orchestrator.control.move_policies.pairs import sizes
 from banaserve.orchestrator.control.projection import slabs
-from banaserve.orchestrator.planner.candidates.planning import Ledger, PlannedMove, is_modelled
+from banaserve.orchestrator.planner.candidates.planning import Ledger, is_modelled
+from banaserve.orchestrator.planner.decision import PlannedMove
 from banaserve.orchestrator.planner.forecasting.forecast import InstanceUse
 
 KINDS = ("layers", "heads")
@@ -92,7 +93,9 @@ def bound_of(
         gain += host.busy_fraction * max(0.0, net_relief(profile, move.module, host.work))
         lost = far_loss(views[move.host], move.guest, move.module, host.work, profile)
         gain -= host.busy_fraction * lost
-        share = costs.share(profile, move.module, costs.attention_fraction(profile, host.work))
+        share = slabs.compute_share(
+            profile.facts, move.module, costs.attention_fraction(profile, host.work)
+        )
         gain -= share * host.busy_fraction * max(0.0, guest.busy_fraction + share - 1)
     return gain / len(of)
 
@@ -124,15 +127,8 @@ def step_time_s(profile: Profile, work: StepWork) -> float:
     return told
 
 
-def module_of(kind: str, size: int, taken: Sequence[Module], profile: Profile) -> Module | None:
-    """Return the last ``size`` layers, or heads in all home layers, that are at home, or None."""
-    free = slabs.free_heads if kind == "heads" else slabs.free_layers
-    return free(profile.facts, taken, size)
-
-
 def _sizes(kind: str, profile: Profile) -> Iterator[int]:
-    facts = profile.facts
-    total = facts.num_kv_heads if kind == "heads" else facts.num_layers
+    total = slabs.num_movable(profile.facts, kind == "heads")
     yield from list(sizes(int(total * _LIMITS.max_away_fraction)))[-_SIZES:]
 
 
@@ -141,7 +137,7 @@ def _need(one: InstanceUse, kinds: Sequence[str], profile: Profile) -> float:
     reliefs = [0.0]
     for kind in kinds:
         for size in _sizes(kind, profile):
-            module = module_of(kind, size, (), profile)
+            module = slabs.free(profile.facts, (), size, kind == "heads")
             if module is not None:
                 reliefs.append(net_relief(profile, module, one.work))
     return one.short_fraction + one.busy_fraction * max(reliefs)
@@ -175,10 +171,10 @@ def _moved(
     for host in hosts:
         if ledger.is_guest(host) or ledger.away(host):
             continue
-        module = module_of(kind, size, ledger.away(host), profile)
+        module = slabs.free(facts, ledger.away(host), size, kind == "heads")
         if module is None:
             continue
-        share = costs.share(profile, module, costs.attention_fraction(profile, of[host].work))
+        share = slabs.compute_share(facts, module, costs.attention_fraction(profile, of[host].work))
         lost = {name: far_loss(views[host], name, module, of[host].work, profile) for name in loads}
         for guest in sorted(loads, key=lambda name: (loads[name] + lost[name], name)):
             is_free = guest not in hosts and not ledger.away(guest) and lost[guest] < 1

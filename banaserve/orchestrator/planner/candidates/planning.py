@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from banaserve.base.types import (
     Distance,
@@ -26,25 +26,10 @@ from banaserve.orchestrator.control.model.moving import migration_s
 from banaserve.orchestrator.control.move_policies.scoring import module_words
 from banaserve.orchestrator.control.projection import slabs
 from banaserve.orchestrator.planner.candidates.arrangement import Arrangement, Order, assign
+from banaserve.orchestrator.planner.decision import Change, Decision, PlannedMove
 
 _TIMEOUT_FACTOR = 5.0
 _LEAST_TIMEOUT_S = 5.0
-
-
-class PlannedMove(NamedTuple):
-    """A module that is to leave ``host`` for ``guest``."""
-
-    host: InstanceId
-    guest: InstanceId
-    module: Module
-
-
-class Change(NamedTuple):
-    """Planned role and step size of one instance."""
-
-    instance: InstanceId
-    role: Role
-    step_tokens: int
 
 
 class Wanted(NamedTuple):
@@ -135,16 +120,15 @@ def modelled(
             if one.guest in names:
                 held = ledger.put(one.host, one.guest, one.module)
                 placements.append(replace(one, guest_bytes=held))
-        far = {
-            name: None if way is None else modelled_way(way, dilation)
-            for name, way in view.far.items()
-        }
+        far = {name: modelled_way(way, dilation) for name, way in view.far.items()}
         found.append(replace(view, placements=tuple(placements), far=far))
     return tuple(found)
 
 
-def modelled_way(distance: Distance, dilation: float) -> Distance:
+def modelled_way(distance: Distance | None, dilation: float) -> Distance | None:
     """Return a measured network path in the profile's time, whose seconds last ``dilation``."""
+    if distance is None:
+        return None
     return Distance(distance.round_trip_s / dilation, distance.bytes_per_s * dilation)
 
 
@@ -203,30 +187,14 @@ def changes_of(
     )
 
 
-class Ordered(Protocol):
-    """Planned changes in their order: ``returns`` come home, then ``changes``, then ``moves``."""
-
-    @property
-    def returns(self) -> Sequence[ModulePlacement]: ...
-
-    @property
-    def changes(self) -> Sequence[Change]: ...
-
-    @property
-    def moves(self) -> Sequence[PlannedMove]: ...
-
-    @property
-    def gain(self) -> float: ...
-
-
 def steps_of(
-    ordered: Ordered,
+    decision: Decision,
     views: Mapping[InstanceId, InstanceView],
     profile: Profile | None,
     dilation: float,
     window_s: float,
 ) -> tuple[Step, ...]:
-    """Return the steps of ``ordered``, in their order; a change already in effect needs no step.
+    """Return the steps of ``decision``, in their order; a change already in effect needs no step.
 
     Args:
         profile: Profile for the memory and transfer time of modules; None if no module moves.
@@ -234,17 +202,14 @@ def steps_of(
         window_s: Timeout of a change of role or step size.
     """
     steps: list[Step] = []
-    gain = ordered.gain
     ready = {name: view for name, view in views.items() if view.ready}
-    placements = placements_of(ready.values())
-    ledger = None if profile is None else Ledger(profile.facts, placements)
-    there = {(one.host, one.guest, one.module): one for one in placements}
-    for wanted in ordered.returns:
+    moves = None if profile is None else _MoveSteps(ready, profile, dilation, decision.gain)
+    there = {(one.host, one.guest, one.module): one for one in placements_of(ready.values())}
+    for wanted in decision.returns:
         one = there.get((wanted.host, wanted.guest, wanted.module))
-        if one is not None and ledger is not None and profile is not None:
-            steps.append(_return_step(one, ready, ledger, profile, dilation, gain))
-            ledger.take_home(one)
-    for change in ordered.changes:
+        if one is not None and moves is not None:
+            steps.append(moves.home(one))
+    for change in decision.changes:
         view = ready.get(change.instance)
         if view is None:
             continue
@@ -255,69 +220,57 @@ def steps_of(
             action = SetStepTokens(view.id, view.step_tokens, change.step_tokens)
         else:
             continue
-        steps.append(Step(action, (), 0.0, gain, window_s))
-    for move in ordered.moves:
-        if move.host in ready and move.guest in ready and ledger and profile is not None:
-            steps.append(_move_step(move, ready, ledger, profile, dilation, gain))
+        steps.append(Step(action, (), 0.0, decision.gain, window_s))
+    for move in decision.moves:
+        if move.host in ready and move.guest in ready and moves is not None:
+            steps.append(moves.away(move))
     return tuple(steps)
 
 
-def _return_step(
-    one: ModulePlacement,
-    views: Mapping[InstanceId, InstanceView],
-    ledger: Ledger,
-    profile: Profile,
-    dilation: float,
-    gain: float,
-) -> Step:
-    used = _used_blocks(views[one.host], ledger)
-    num_bytes = slabs.moved_bytes(profile.facts, one.module, used, False)
-    action = ReturnModule(one.host, one.guest, one.module, num_bytes)
-    felt = (one.guest, Influence(guest_bytes=-one.guest_bytes))
-    distance = views[one.guest].far.get(one.host)
-    return _timed(action, (felt,), num_bytes, profile, distance, dilation, gain)
+class _MoveSteps:
+    """Steps of modules, made in their order: each finds the memory that those before it leave."""
 
+    def __init__(
+        self,
+        views: Mapping[InstanceId, InstanceView],
+        profile: Profile,
+        dilation: float,
+        gain: float,
+    ) -> None:
+        self._views, self._profile, self._dilation, self._gain = views, profile, dilation, gain
+        self._ledger = Ledger(profile.facts, placements_of(views.values()))
 
-def _move_step(
-    move: PlannedMove,
-    views: Mapping[InstanceId, InstanceView],
-    ledger: Ledger,
-    profile: Profile,
-    dilation: float,
-    gain: float,
-) -> Step:
-    used = _used_blocks(views[move.host], ledger)
-    num_bytes = slabs.moved_bytes(profile.facts, move.module, used, False)
-    before = {name: ledger.blocks(name) for name in (move.host, move.guest)}
-    held = ledger.put(*move)
-    grown = {name: ledger.blocks(name) - before[name] for name in before}
-    felt = {
-        move.host: Influence(kv_blocks=grown[move.host]),
-        move.guest: Influence(kv_blocks=grown[move.guest], guest_bytes=held),
-    }
-    action = MoveModule(move.host, move.guest, move.module, num_bytes)
-    distance = views[move.host].far.get(move.guest)
-    both = tuple(sorted(felt.items()))
-    return _timed(action, both, num_bytes, profile, distance, dilation, gain)
+    def home(self, one: ModulePlacement) -> Step:
+        action = ReturnModule(one.host, one.guest, one.module, self._bytes(one.host, one.module))
+        self._ledger.take_home(one)
+        felt = (one.guest, Influence(guest_bytes=-one.guest_bytes))
+        return self._timed(action, (felt,), self._views[one.guest].far.get(one.host))
 
+    def away(self, move: PlannedMove) -> Step:
+        host, guest, module = move
+        action = MoveModule(host, guest, module, self._bytes(host, module))
+        before = {name: self._ledger.blocks(name) for name in (host, guest)}
+        held = self._ledger.put(*move)
+        grown = {name: self._ledger.blocks(name) - before[name] for name in before}
+        felt = {
+            host: Influence(kv_blocks=grown[host]),
+            guest: Influence(kv_blocks=grown[guest], guest_bytes=held),
+        }
+        return self._timed(action, tuple(sorted(felt.items())), self._views[host].far.get(guest))
 
-def _timed(
-    action: MoveModule | ReturnModule,
-    felt: tuple[tuple[InstanceId, Influence], ...],
-    num_bytes: int,
-    profile: Profile,
-    distance: Distance | None,
-    dilation: float,
-    gain: float,
-) -> Step:
-    link = profile.between
-    if distance is not None:
-        link = link.over(modelled_way(distance, dilation))
-    cost_s = migration_s(num_bytes, link) * dilation
-    timeout_s = max(_LEAST_TIMEOUT_S * dilation, _TIMEOUT_FACTOR * cost_s)
-    return Step(action, felt, cost_s, gain, timeout_s)
+    def _bytes(self, host: InstanceId, module: Module) -> int:
+        """Return the bytes to transfer: the weights of ``module``, and its KV in use."""
+        report = self._views[host].report
+        used = 0.0 if report is None else report.kv_used_fraction * self._ledger.blocks(host)
+        return slabs.moved_bytes(self._profile.facts, module, used, False)
 
-
-def _used_blocks(view: InstanceView, ledger: Ledger) -> float:
-    report = view.report
-    return 0.0 if report is None else report.kv_used_fraction * ledger.blocks(view.id)
+    def _timed(
+        self,
+        action: MoveModule | ReturnModule,
+        felt: tuple[tuple[InstanceId, Influence], ...],
+        distance: Distance | None,
+    ) -> Step:
+        link = self._profile.link.over(modelled_way(distance, self._dilation))
+        cost_s = migration_s(action.num_bytes, link) * self._dilation
+        timeout_s = max(_LEAST_TIMEOUT_S * self._dilation, _TIMEOUT_FACTOR * cost_s)
+        return Step(action, felt, cost_s, self._gain, timeout_s)

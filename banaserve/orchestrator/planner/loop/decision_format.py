@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from banaserve.base.types import (
+    Attempt,
     BackPressure,
     ClusterView,
     InstanceId,
@@ -28,7 +29,7 @@ from banaserve.kvstore.sizes import format_size
 from banaserve.orchestrator.control.measure import load_of
 from banaserve.orchestrator.control.move_policies.scoring import module_words
 from banaserve.orchestrator.control.rebalancing import Stream
-from banaserve.orchestrator.control.turn import Held, Mode, Turn, kind_of, words
+from banaserve.orchestrator.control.turn import Held, Mode, Turn, words
 
 REBALANCER = "rebalancer"
 """Policy name in decisions of the rebalancer."""
@@ -130,7 +131,7 @@ def wanted(step: Step, held: Held | None) -> WantedStep:
     }
     return WantedStep(
         what=words(step.action),
-        kind=kind_of(step.action),
+        kind=Attempt.of(step.action).kind,
         cost_s=step.cost_s,
         benefit_s=step.benefit_s,
         timeout_s=step.timeout_s,

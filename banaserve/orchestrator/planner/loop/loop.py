@@ -11,8 +11,8 @@ from typing import Any
 
 from banaserve.base.clock import Clock
 from banaserve.base.errors import PolicyError
-from banaserve.base.registry import one_line
-from banaserve.base.types import ClusterView, InstanceId, Step
+from banaserve.base.registry import one_line, option_names
+from banaserve.base.types import Attempt, ClusterView, InstanceId, Step
 from banaserve.contracts.control_api import (
     ControllerState,
     ControllerStatus,
@@ -22,14 +22,12 @@ from banaserve.contracts.control_api import (
 from banaserve.contracts.instances import Ending, Executor, StepOutcome
 from banaserve.orchestrator.control.move_policies import registry
 from banaserve.orchestrator.control.move_policies.interface import MigrationPlan
-from banaserve.orchestrator.control.move_policies.named import NamedMigrationPolicy
 from banaserve.orchestrator.control.turn import (
     ControlLimits,
     Held,
     Mode,
     Remembered,
     concluded,
-    kind_of,
     to_plan_for,
 )
 from banaserve.orchestrator.planner.loop import metrics
@@ -39,7 +37,7 @@ from banaserve.orchestrator.planner.loop.decision_format import (
     decision_of,
     result_of,
 )
-from banaserve.orchestrator.planner.loop.decisions import DecisionLog
+from banaserve.orchestrator.planner.loop.decision_log import DecisionLog
 from banaserve.orchestrator.planner.policy import Elastic, plan_of
 from banaserve.orchestrator.planner.process import DecisionProcess
 
@@ -241,7 +239,9 @@ class Controller:
                 self._carry(self._carry_out(step, wanted, decision))
         metrics.UNDER_WAY.set(len(found.view.under_way) + len(found.begin))
 
-    async def _plan(self, policy: NamedMigrationPolicy, view: ClusterView) -> MigrationPlan:
+    async def _plan(
+        self, policy: registry.NamedMigrationPolicy, view: ClusterView
+    ) -> MigrationPlan:
         """Return the policy's plan; a plan that takes seconds is made in a separate process."""
         if isinstance(elastic := policy.policy, Elastic):
             decision = await self._deciding.decide(elastic.situation(view), elastic.options)
@@ -250,9 +250,9 @@ class Controller:
 
     def _section(self) -> dict[str, Any]:
         section, link = dict(self._options.section), self._executor.link()
-        if self._options.policy not in ("still", "elastic"):
-            for option, name in _LEARNT.items():
-                section.setdefault(option, getattr(link, name))
+        known = option_names(registry.POLICIES.get(self._options.policy).Options)
+        for option in _LEARNT.keys() & set(known):
+            section.setdefault(option, getattr(link, _LEARNT[option]))
         return section
 
     def _count_left_out(self, decision: DecisionRecord) -> None:
@@ -304,7 +304,7 @@ class Controller:
             self.log.write(decision)
             return False
         error = abs(step.cost_s - outcome.seconds) / max(outcome.seconds, 1e-9)
-        metrics.COST_ERROR.labels(kind_of(step.action)).set(error)
+        metrics.COST_ERROR.labels(Attempt.of(step.action).kind).set(error)
         self._settling.append(_Settling(decision, wanted, step.instances, now_s))
         return True
 

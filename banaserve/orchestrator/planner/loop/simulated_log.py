@@ -11,7 +11,7 @@ from banaserve.contracts.control_api import DecisionRecord, WantedStep
 from banaserve.contracts.instances import Ending, StepOutcome
 from banaserve.orchestrator.control.turn import Mode, Turn
 from banaserve.orchestrator.planner.loop.decision_format import decision_of, result_of
-from banaserve.orchestrator.planner.loop.decisions import DecisionLog
+from banaserve.orchestrator.planner.loop.decision_log import DecisionLog
 from banaserve.sim.cluster.cell import Cell
 from banaserve.sim.cluster.cluster import SimCluster
 from banaserve.sim.report.result import SIMULATED

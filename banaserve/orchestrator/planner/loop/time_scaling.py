@@ -8,7 +8,6 @@ from typing import Any
 
 from banaserve.base.registry import option_names, option_types
 from banaserve.orchestrator.control.move_policies import registry
-from banaserve.orchestrator.control.turn import ControlLimits
 from banaserve.orchestrator.planner.loop.loop import ControllerOptions
 
 _LEARNT = ("link_", "hop_")
@@ -26,12 +25,11 @@ def dilated(options: ControllerOptions, factor: float) -> ControllerOptions:
         options,
         section=stretched(registry.POLICIES.get(options.policy).Options, options.section, factor),
         interval_s=options.interval_s * factor,
-        limits=ControlLimits(
-            limits.concurrent,
-            limits.per_minute,
-            limits.retry_after_s * factor,
-            limits.smoothing_s * factor,
-            limits.minute_s * factor,
+        limits=replace(
+            limits,
+            retry_after_s=limits.retry_after_s * factor,
+            smoothing_s=limits.smoothing_s * factor,
+            minute_s=limits.minute_s * factor,
         ),
     )
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from banaserve.base.errors import UserError
-from banaserve.orchestrator.control.priority_groups import PriorityGroups, group_of
+from banaserve.engine.priority_groups import PriorityGroups, group_of
 from depth import num_examples
 
 

@@ -1,4 +1,4 @@
-"""Search for candidates: the fullest and the emptiest instances for each resource."""
+"""Hosts and guests of moves: the fullest and emptiest instances, and what forbids a move."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from banaserve.base.types import Attempt, InstanceId, Module
-from banaserve.orchestrator.control.move_policies import effects, refusals
+from banaserve.orchestrator.control.move_policies import effects
 from banaserve.orchestrator.control.move_policies.interface import Rejected, RejectReason
 from banaserve.orchestrator.control.move_policies.options import RepairedOptions
 from banaserve.orchestrator.control.projection import slabs
@@ -26,6 +26,50 @@ class Pair(NamedTuple):
     host: Projected
     guest: Projected
     gap: float
+
+
+def may_change(
+    instance: Projected, now_s: float, dwell_s: float, max_moves: float
+) -> RejectReason | None:
+    """Return why ``instance`` must not change at present, or None."""
+    if instance.num_moves >= max_moves:
+        return RejectReason.BUSY
+    if instance.changed_s is not None and now_s - instance.changed_s < dwell_s:
+        return RejectReason.DWELL
+    return None
+
+
+def may_host(host: Projected) -> RejectReason | None:
+    """Return why ``host`` may not give modules away, or None.
+
+    An instance that holds modules of others sends those home first: else loads would move in
+    circles, and a request's step would wait for a chain of instances.
+    """
+    return RejectReason.HOST_IS_GUEST if host.num_guests else None
+
+
+def may_guest(guest: Projected) -> RejectReason | None:
+    """Return why ``guest`` may not take modules, or None."""
+    return RejectReason.GUEST_SHEDS if guest.away else None
+
+
+def may_pair(host: Projected, guest: Projected, heads: bool) -> RejectReason | None:
+    """Return why no heads, or no layers, may move from ``host`` to ``guest``, or None."""
+    if guest.id in host.far and host.far[guest.id] is None:
+        return RejectReason.NOT_MEASURED
+    ours, theirs = host.facts, guest.facts
+    supported = (
+        ours.can_move_heads and theirs.can_move_heads
+        if heads
+        else ours.can_move_layers and theirs.can_move_layers
+    )
+    if not supported:
+        return RejectReason.NOT_SUPPORTED
+    dimensions = (ours.num_layers, ours.num_kv_heads, ours.layer_weight_bytes)
+    others = (theirs.num_layers, theirs.num_kv_heads, theirs.layer_weight_bytes)
+    if dimensions != others or ours.layer_token_bytes != theirs.layer_token_bytes:
+        return RejectReason.OTHER_MODEL
+    return None
 
 
 def sizes(limit: int) -> Iterator[int]:
@@ -87,7 +131,7 @@ def _pairs(
         able = []
         limits = (now_s, options.dwell_s, options.max_moves_per_instance)
         for load, name, instance in found:
-            if reason := may(instance) or refusals.may_change(instance, *limits):
+            if reason := may(instance) or may_change(instance, *limits):
                 refused.append(Rejected(f"{name} as {role}", reason, load))
             else:
                 able.append((load, instance))
@@ -101,8 +145,8 @@ def _pairs(
         fullest, emptiest = loaded[: -look - 1 : -1], loaded[:look]
     else:
         fullest, emptiest = heapq.nlargest(look, loaded), heapq.nsmallest(look, loaded)
-    able_hosts = usable(fullest, "host", refusals.may_host)
-    able_guests = usable(emptiest, "guest", refusals.may_guest)
+    able_hosts = usable(fullest, "host", may_host)
+    able_guests = usable(emptiest, "guest", may_guest)
     return [
         Pair(host, guest, most - least)
         for most, host in able_hosts
@@ -133,14 +177,12 @@ def modules(
     if Attempt("heads" if heads else "layers", pair.host.id, pair.guest.id) in failed:
         refused.append(Rejected(kind, RejectReason.FAILED))
         return
-    if reason := refusals.may_pair(pair.host, pair.guest, heads):
+    if reason := may_pair(pair.host, pair.guest, heads):
         refused.append(Rejected(kind, reason))
         return
-    total = facts.num_kv_heads if heads else facts.num_layers
-    free = slabs.free_heads if heads else slabs.free_layers
-    taken = pair.host.taken
+    total, taken = slabs.num_movable(facts, heads), pair.host.taken
     for size in sizes(int(total * options.max_away_fraction)):
-        module = free(facts, taken, size)
+        module = slabs.free(facts, taken, size, heads)
         if module is None:
             refused.append(Rejected(f"{kind}, {size} of {total}", RejectReason.NO_MODULE))
             return

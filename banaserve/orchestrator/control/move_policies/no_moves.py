@@ -10,16 +10,16 @@ from banaserve.orchestrator.control.move_policies.interface import MigrationPlan
 
 
 @dataclass(frozen=True, slots=True)
-class StillOptions:
+class NoMovesOptions:
     """Options of ``still``: none."""
 
 
-class Still:
+class NoMoves:
     """Policy that moves nothing."""
 
-    Options: ClassVar = StillOptions
+    Options: ClassVar = NoMovesOptions
 
-    def __init__(self, options: StillOptions) -> None:
+    def __init__(self, options: NoMovesOptions) -> None:
         pass
 
     def plan(self, cluster: ClusterView) -> MigrationPlan:
