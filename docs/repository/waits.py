@@ -68,11 +68,12 @@ def is_spine(path: Path, name: str) -> bool:
     """Return whether a file has a test of this name that is marked ``spine``, or a case of it."""
     if not path.is_file():
         return False
-    marks = [one for one in tree_of(path).body if ast.unparse(one).startswith("pytestmark = ")]
     tests = [*nodes_of(path, ast.FunctionDef), *nodes_of(path, ast.AsyncFunctionDef)]
-    found = [one for one in tests if one.name == name]
-    marks += [mark for test in found for mark in test.decorator_list]
-    return bool(found) and any("pytest.mark.spine" in ast.unparse(mark) for mark in marks)
+    found = [one for one in tests if getattr(one, "name", "") == name]
+    marks = [ast.unparse(mark) for test in found for mark in getattr(test, "decorator_list", ())]
+    assigned = [ast.unparse(one) for one in tree_of(path).body if isinstance(one, ast.Assign)]
+    marks += [one for one in assigned if one.startswith("pytestmark = ")]
+    return bool(found) and any("pytest.mark.spine" in mark for mark in marks)
 
 
 def _always_runs(path: Path) -> bool:
