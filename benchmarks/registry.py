@@ -113,7 +113,7 @@ BENCHMARKS = {
         "How wrong are simulated latencies, beside those of a real run on a GPU?",
     ),
     "simulate-paper": Benchmark(
-        "benchmarks.simulate_paper.command", "What does the simulator say of BanaServe's figures?"
+        "benchmarks.simulate_paper.__main__", "What does the simulator say of BanaServe's figures?"
     ),
     "simulate-seeds": Benchmark(
         "benchmarks.simulate_seeds.command",

@@ -13,7 +13,7 @@ import pytest
 
 from banaserve.sim.request import SimRequest
 from banaserve_bench.results.result import Result
-from benchmarks.simulate_paper import command
+from benchmarks.simulate_paper import __main__ as command
 from benchmarks.simulate_paper import report as simulate_paper_report
 from benchmarks.simulate_paper import runs as simulate_paper_runs
 

@@ -22,6 +22,7 @@ from banaserve.sim.report.result import SIMULATED
 from banaserve_bench.results import result
 from banaserve_bench.results.result import Result
 from benchmarks.location import ROOT
+from benchmarks.script import run_script
 from benchmarks.simulate_paper.report import MEANINGS, Runs, figures_of, limits_name
 from benchmarks.simulate_paper.runs import (
     FIGURES,
@@ -78,3 +79,7 @@ def result_of(runs: Runs, started_at: datetime) -> Result:
             for reading in READINGS
         },
     )
+
+
+if __name__ == "__main__":
+    run_script(main)
