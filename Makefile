@@ -134,7 +134,7 @@ test-nullgpu: install  ## Run the Python of CUDA's path on a GPU that computes n
 	@BANASERVE_NULL_GPU_RECORD='$(CURDIR)/docs/null-gpu.json' $(BIN)/pytest -n0 tests/nullgpu $(ARGS)
 	@PYTHONSAFEPATH= $(BIN)/python -m docs.null_gpu
 
-lint: install  ## Check style, types, which floor imports which, documents, manifests and committed results.
+lint: install  ## Check style, types, which package imports which, documents, manifests and committed results.
 	@$(MAKE) --no-print-directory --output-sync -j$(JOBS) lint-types lint-repository lint-imports lint-docs lint-style
 
 lint-style:

@@ -40,7 +40,6 @@ from banaserve_bench.results import result
 from banaserve_bench.results.result import ModelledTime, commit
 from banaserve_bench.serving.summary import output_tokens, tpot_s
 from banaserve_bench.serving.timeline import decisions_of
-from benchmarks.script import run_script
 
 DEFAULT_CASES = ("prefill-flood", "decode-flood", "oscillating-load")
 PUBLISHED = "published"
@@ -401,7 +400,3 @@ def num_equal(profile: Profile, answers: Sequence[Answer]) -> int:
 async def _ask(url: str, calls: Sequence[CompletionCall]) -> list[list[int]]:
     async with OpenAiClient(url, _NAME, return_token_ids=True) as client:
         return [record.token_ids for record in await closed_loop(client, calls, 4)]
-
-
-if __name__ == "__main__":
-    run_script(main)

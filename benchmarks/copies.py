@@ -30,7 +30,6 @@ from banaserve.base.errors import UserError
 from banaserve.base.statistics import median
 from banaserve_bench.results import result
 from benchmarks.kvstore.memory import plain_memory
-from benchmarks.script import run_script
 
 KIB, MIB = 2**10, 2**20
 _BLOCK_BYTES = (32 * KIB, 128 * KIB, 512 * KIB, MIB, 4 * MIB)
@@ -270,7 +269,3 @@ class CopyBench:
             target.nbytes,
             source.nbytes,
         )
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -35,7 +35,6 @@ from banaserve_bench.loadgen.client import OpenAiClient
 from banaserve_bench.loadgen.modelled_time import modelled_time
 from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
 from benchmarks.cases import CaseRequest, figures_of, send
-from benchmarks.script import run_script
 
 MOST_LATE = 0.03
 """Maximum share of steps that may take longer than modelled; above it, times mean nothing."""
@@ -253,7 +252,3 @@ def _move(server: Server, key: str) -> None:
     for ask in (MoveLayers("c0", "c1", (0, host.num_layers // 4)), Return("c0")):
         admin.run(ask)
         time.sleep(3)  # time for viewers to see the move
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -20,14 +20,12 @@ from rich.progress import Progress
 
 from banaserve.base import models
 from banaserve.base.arguments import Parser, positive
-from banaserve.base.errors import UserError
 from banaserve.base.statistics import median, paired_ratios
 from banaserve_bench.datasets import prompts as datasets_prompts
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve_bench.loadgen.loops import closed_loop
 from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sigterm, vllm_server
 from banaserve_bench.results import result
-from benchmarks.script import run_script
 
 _SAME = ("--dtype", "float32", "--kv-cache-memory-bytes", str(1 << 30))
 """Options of both servers; float32, so that their answers can be compared token by token."""
@@ -178,10 +176,7 @@ async def _run(server: Server, model: str, prompts: list[str], options: Options)
         spent.append(_Spent.of(server))
         alone = await closed_loop(client, calls[half:], 1)
     spent.append(_Spent.of(server))
-    records = [*together, *alone]
-    failed = [record.error for record in records if record.error]
-    if failed:
-        raise UserError(f"a request failed: {failed[0]}")
+    records = [one.checked() for one in (*together, *alone)]
     return HandoverRun(
         cpu_s=(spent[2].cpu_s - spent[0].cpu_s) / len(records),
         cpu_alone_s=(spent[2].cpu_s - spent[1].cpu_s) / len(alone),
@@ -271,7 +266,3 @@ def _result(
         notes=_NOTES,
         raw={"counts": counts},
     )
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -25,10 +25,9 @@ from banaserve.base.run_dir import find_admin
 from banaserve.base.statistics import median, paired_ratios
 from banaserve.contracts.migration_api import MoveLayers
 from banaserve.frontdoor.admin_client import AdminClient
-from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
+from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
 from banaserve_bench.results import result
-from benchmarks.script import run_script
 
 _SAME = (
     *("--pd", "1:1", "--dtype", "float32", "--kv-cache-memory-bytes", str(1 << 30)),
@@ -114,7 +113,7 @@ async def _run(server: Server, given: argparse.Namespace, number: int) -> MovedR
     before = _counts(server)
     async with OpenAiClient(server.url, model.served_name, return_token_ids=True) as client:
         records = [
-            _checked(await client.send(_call(given, number * given.requests + i)))
+            (await client.send(_call(given, number * given.requests + i))).checked()
             for i in range(given.requests)
         ]
     spent = {name: (value - before[name]) / len(records) for name, value in _counts(server).items()}
@@ -138,12 +137,6 @@ def _call(given: argparse.Namespace, number: int) -> CompletionCall:
     ids = [1000 + (number * 977 + 37 * i) % 40000 for i in range(given.prompt_tokens)]
     tokens = given.output_tokens
     return CompletionCall(str(number), prompt=ids, max_tokens=tokens, extra={"ignore_eos": True})
-
-
-def _checked(record: RequestRecord) -> RequestRecord:
-    if record.error:
-        raise UserError(f"a request failed: {record.error}")
-    return record
 
 
 def _result(
@@ -181,7 +174,3 @@ def _result(
             "KV travels between guest and host through shared memory: a copy is a memcpy",
         ],
     )
-
-
-if __name__ == "__main__":
-    run_script(main)

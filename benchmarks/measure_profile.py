@@ -27,7 +27,6 @@ from banaserve.contracts.environment import set_environment
 from banaserve.orchestrator.control.costs.profile import DecodeSection, PrefillSection
 from banaserve_bench.results import result
 from banaserve_bench.results.result import machine
-from benchmarks.script import run_script
 
 NAME = "smollm2-135m-cpu"
 KV_BYTES = 768 << 20
@@ -285,7 +284,3 @@ bytes_per_s = 3.2e9
 sync_s = 3e-3
 hop_s = 0.4e-3
 """
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -34,7 +34,6 @@ from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, Request
 from banaserve_bench.loadgen.servers import Server, command_server, end_on_sigterm
 from banaserve_bench.results import result
 from benchmarks.location import ROOT
-from benchmarks.script import run_script
 
 _MOCKS = ROOT / "tests" / "mock_engine"
 _FEW = 2
@@ -255,7 +254,3 @@ class ComparedStreams:
         extra = {"ignore_eos": True}
         call = CompletionCall(name, prompt=prompt, max_tokens=self._num_tokens, extra=extra)
         return await self._client.send(call)
-
-
-if __name__ == "__main__":
-    run_script(main)

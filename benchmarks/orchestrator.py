@@ -42,7 +42,6 @@ from banaserve.sim.parallel import simulate_in_parts
 from banaserve.sim.request import SimRequest
 from banaserve.sim.system import System, preset
 from banaserve_bench.results import result
-from benchmarks.script import run_script
 
 _SIZES = (8, 64, 512, 4096)
 _PROFILE = "opt-13b-a100"
@@ -201,7 +200,3 @@ def load(rate_per_s: float, requests: int, seed: int) -> Iterator[SimRequest]:
 def _cpu_s() -> float:
     """Return the CPU time of this process and of the children that it has waited for."""
     return sum(os.times()[:4])
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -19,7 +19,6 @@ from banaserve_bench.results import result
 from banaserve_bench.results.result import Result
 from benchmarks.elastic.paced import COLOCATED, ELASTIC
 from benchmarks.location import ROOT
-from benchmarks.script import run_script
 
 SOURCE = ROOT / "benchmarks" / "results" / "elastic-paced.json"
 FOLDER = ROOT / "docs" / "pictures"
@@ -185,7 +184,3 @@ def sentences(cells: dict[str, dict[str, CellPair]]) -> list[str]:
         ending = f"behind in {', '.join(behind)}" if behind else "behind in none"
         found.append(f"{shown.words}: {min(ratios):.2f} to {max(ratios):.2f} times; {ending}.")
     return found
-
-
-if __name__ == "__main__":
-    run_script(main)

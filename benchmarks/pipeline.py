@@ -12,11 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import random
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -35,8 +31,8 @@ from banaserve_bench.loadgen.servers import end_on_sigterm
 from banaserve_bench.results import result
 from benchmarks.drivers.driven_engine import DrivenEngine, driven_engine
 from benchmarks.drivers.layer_pipeline import Prefill, hidden_fraction, pipeline
+from benchmarks.kvstore.memory import store_daemon
 from benchmarks.random_model import SIZES, random_weights
-from benchmarks.script import run_script
 
 _FACTORS = (0.2, 0.4, 0.6, 0.8, 1.25, 2.0, 4.0)
 """Bandwidths as multiples of the predicted break-even."""
@@ -214,30 +210,12 @@ def traced_engine(model_path: str, store_size: str) -> Iterator[TracedEngine]:
     Raises:
         UserError: One of the two did not start; the message says why.
     """
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
-        socket = folder / "store.sock"
-        stack.enter_context(_store(socket, store_size))
-        module = "benchmarks.drivers.traced"
-        engine = stack.enter_context(driven_engine(module, model_path, str(socket)))
+    module = "benchmarks.drivers.traced"
+    with (
+        store_daemon(store_size) as store,
+        driven_engine(module, model_path, str(store.socket_path)) as engine,
+    ):
         yield TracedEngine(engine)
-
-
-@contextlib.contextmanager
-def _store(socket: Path, size: str) -> Iterator[None]:
-    readable, writable = os.pipe()
-    command = [sys.executable, "-m", "banaserve.kvstore.daemon", "--die-with-parent"]
-    command += ["--socket", str(socket), "--size", size, "--ready-fd", str(writable)]
-    with subprocess.Popen(command, pass_fds=[writable], stderr=subprocess.DEVNULL) as process:
-        os.close(writable)
-        with os.fdopen(readable) as pipe:
-            ready = pipe.readline()
-        if not ready:
-            raise UserError("the KV cache store did not start: is there memory for it?")
-        try:
-            yield
-        finally:
-            process.terminate()
 
 
 class TracedEngine:
@@ -434,7 +412,3 @@ def _without_layers(times: PrefillTimes) -> dict[str, float]:
         "fetched_blocks",
     )
     return {name: getattr(times, name) for name in names}
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -34,7 +34,6 @@ from banaserve_bench.loadgen.servers import SHARES_GPU, Server, banaserve_server
 from banaserve_bench.results import result
 from benchmarks.pipeline import model_of, traced_engine
 from benchmarks.random_model import SIZES
-from benchmarks.script import run_script
 
 _Figures = dict[str, tuple[list[float], str]]
 _LINK_WARM_UPS = 2
@@ -328,7 +327,3 @@ def link_figures(samples: _LinkSamples) -> _Figures:
         ):
             figures[f"cut_vs_{name}_{at}"] = (paired_ratios(ttft_s["cut"], theirs), "ratio")
     return figures
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -34,7 +34,6 @@ from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sig
 from banaserve_bench.results import result
 from banaserve_bench.results.result import ModelledTime
 from benchmarks.cases import CaseRequest, figures_of, num_equal, sampled, send
-from benchmarks.script import run_script
 
 _DECODE, _OTHERS = ("d0", "d1", "d2"), ("d1", "d2")
 _BALANCED_AFTER_S = 5.0
@@ -195,7 +194,3 @@ def _result(
         raw=raw,
         modelled_time=[run.time for found in runs.values() for run in found],
     )
-
-
-if __name__ == "__main__":
-    run_script(main)

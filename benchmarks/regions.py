@@ -28,7 +28,6 @@ from benchmarks.router import engine
 from benchmarks.router.clients import ClientLoad
 from benchmarks.router.faults import account, kill_and_bring_back
 from benchmarks.router.regions import REGIONS, RegionPlan, World
-from benchmarks.script import run_script
 
 POLICIES = ("skywalker", "gorgo_v1", "load_aware", "round_robin")
 OPTIONS: dict[str, dict[str, Any]] = {"gorgo_v1": {"max_outstanding": engine.SPEC.max_running}}
@@ -122,7 +121,3 @@ def _unit(name: str) -> str:
     if name.endswith("per_s"):
         return "requests/s"
     return name.rpartition("_")[2] if name.endswith(("_ms", "_fraction")) else "requests"
-
-
-if __name__ == "__main__":
-    run_script(main)

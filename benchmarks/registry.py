@@ -9,14 +9,14 @@ BENCHMARKS = {
     **bench.SUBCOMMANDS,
     "all": Benchmark("benchmarks.run_all", "What do all of them say, in one report?"),
     "break-even": Benchmark(
-        "benchmarks.break_even.__main__",
+        "benchmarks.break_even.command",
         "Under which model, batch, link and limits do moved modules pay more than a switch?",
     ),
     "cases": Benchmark(
         "benchmarks.cases", "Do the simulator's cases reach their goals on paced engines?"
     ),
     "cells": Benchmark(
-        "benchmarks.cells.__main__",
+        "benchmarks.cells.command",
         "What of the control plane grows how with instances, requests and cells?",
     ),
     "copies": Benchmark(
@@ -24,11 +24,11 @@ BENCHMARKS = {
     ),
     "demo": Benchmark("benchmarks.demo", "What does it look like when the load swings?"),
     "elastic": Benchmark(
-        "benchmarks.elastic.__main__",
+        "benchmarks.elastic.command",
         "Does the elastic policy keep up with the best fixed arrangement in hindsight?",
     ),
     "elastic-cpu": Benchmark(
-        "benchmarks.elastic_cpu.__main__",
+        "benchmarks.elastic_cpu.command",
         "Are two elastic instances ever slower than two plain vLLM servers behind a balancer?",
     ),
     "elastic-paced": Benchmark(
@@ -52,7 +52,7 @@ BENCHMARKS = {
         "How near do the kernels come to the GPU's bandwidth?",
     ),
     "kvstore": Benchmark(
-        "benchmarks.kvstore.__main__", "What does the KV cache store cost beside plain copies?"
+        "benchmarks.kvstore.command", "What does the KV cache store cost beside plain copies?"
     ),
     "measure-profile": Benchmark(
         "benchmarks.measure_profile", "What does a step take on this machine, as a profile?"
@@ -64,14 +64,14 @@ BENCHMARKS = {
         "benchmarks.mock_instances", "What do 200 instances cost one front door, and is one lost?"
     ),
     "network": Benchmark(
-        "benchmarks.network.__main__",
+        "benchmarks.network.command",
         "What share of a link between two hosts do KV blocks reach, beside Mooncake Store?",
     ),
     "orchestrator": Benchmark(
         "benchmarks.orchestrator", "How long does a decision take, how fast is the simulator?"
     ),
     "overlap": Benchmark(
-        "benchmarks.overlap.__main__",
+        "benchmarks.overlap.command",
         "How much faster is it when moved layers run at the same time?",
     ),
     "pacing": Benchmark(
@@ -87,7 +87,7 @@ BENCHMARKS = {
         "benchmarks.prefix_ttft", "Is a cached prefix ever slower than computing it?"
     ),
     "recovery": Benchmark(
-        "benchmarks.recovery.__main__",
+        "benchmarks.recovery.command",
         "How long does a stream pause when its instance is killed, beside recomputing?",
     ),
     "rebalancing": Benchmark(
@@ -99,7 +99,7 @@ BENCHMARKS = {
         "benchmarks.results_page", "What do all committed results say, as pages with plots?"
     ),
     "router": Benchmark(
-        "benchmarks.router.__main__", "What does a router cost a request and a streamed part?"
+        "benchmarks.router.command", "What does a router cost a request and a streamed part?"
     ),
     "served": Benchmark(
         "benchmarks.served",
@@ -116,7 +116,7 @@ BENCHMARKS = {
         "benchmarks.simulate_paper.__main__", "What does the simulator say of BanaServe's figures?"
     ),
     "simulate-seeds": Benchmark(
-        "benchmarks.simulate_seeds.__main__",
+        "benchmarks.simulate_seeds.command",
         "What does the simulator say of the tables of SkyWalker, GORGO and Preble?",
     ),
     "stall": Benchmark("benchmarks.stall", "Does a very long prompt stall the streams of others?"),

@@ -30,7 +30,6 @@ from benchmarks.break_even import page as break_even
 from benchmarks.location import ROOT
 from benchmarks.measured_code import MEASURED, History
 from benchmarks.registry import BENCHMARKS
-from benchmarks.script import run_script
 from benchmarks.simulate_paper import report as simulate_paper
 from benchmarks.simulate_paper.runs import FIGURES
 from benchmarks.simulate_seeds import report as simulate_seeds
@@ -302,7 +301,3 @@ def _title(path: Path) -> str:
 
 def _anchor(title: str) -> str:
     return title.lower().replace("/", "")
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -23,7 +23,6 @@ from banaserve.base.names import check_known
 from banaserve_bench.loadgen.servers import end_on_sigterm, end_with_parent
 from banaserve_bench.report.report import write_report
 from benchmarks.location import ROOT, environment
-from benchmarks.script import run_script
 
 QUICK_BUDGET_S = 600.0
 _GRACE_S = 20.0
@@ -173,7 +172,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -1,4 +1,4 @@
-"""Start of one benchmark as a module of its own: ``python -m benchmarks.handover``."""
+"""Start of a module of its own, as on a GPU machine: ``python -m benchmarks.kernel_bandwidth``."""
 
 from __future__ import annotations
 

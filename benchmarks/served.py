@@ -47,7 +47,6 @@ from banaserve_bench.loadgen.servers import (
 )
 from banaserve_bench.results import result
 from benchmarks.random_model import SIZES, make_model
-from benchmarks.script import run_script
 
 _NAME = "m"
 _MOVE_AFTER_TOKENS = 8
@@ -357,7 +356,3 @@ def _seconds(migration: Migration) -> float:
 
 def _fact(migration: Migration, name: str) -> float:
     return float(sum(move.facts.get(name, 0) for move in migration.moves))
-
-
-if __name__ == "__main__":
-    run_script(main)

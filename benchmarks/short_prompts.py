@@ -18,12 +18,10 @@ from rich.progress import Progress
 
 from banaserve.base import models
 from banaserve.base.arguments import Parser, positive
-from banaserve.base.errors import UserError
 from banaserve.base.statistics import median
-from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
+from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
 from banaserve_bench.results import result
-from benchmarks.script import run_script
 
 _LENGTHS = (8, 16, 32, 64, 128, 256)
 _NUM_STREAMS = 4
@@ -80,8 +78,8 @@ async def _sample(server: Server, model: str, length: int, run: int) -> PromptSa
         ]
         await client.clock.sleep(1.0)
         sent_s = client.clock.now()
-        short = _checked(await client.send(_call("short", length, 1, length * 1000, run)))
-        records = [_checked(await stream) for stream in streams]
+        short = (await client.send(_call("short", length, 1, length * 1000, run))).checked()
+        records = [(await stream).checked() for stream in streams]
         cpu_s = server.cpu_s() - began_cpu_s
     assert short.ttft_s is not None
     gaps = [
@@ -96,12 +94,6 @@ async def _sample(server: Server, model: str, length: int, run: int) -> PromptSa
 def _call(name: str, num_tokens: int, max_tokens: int, seed: int, run: int) -> CompletionCall:
     ids = [1000 + (seed * 131 + run * 977 + 37 * i) % 40000 for i in range(num_tokens)]
     return CompletionCall(name, prompt=ids, max_tokens=max_tokens, extra={"ignore_eos": True})
-
-
-def _checked(record: RequestRecord) -> RequestRecord:
-    if record.error:
-        raise UserError(f"a request failed: {record.error}")
-    return record
 
 
 def _result(
@@ -133,7 +125,3 @@ def _result(
 
 def _cost_s(samples: list[PromptSample]) -> float:
     return median([s.ttft_s for s in samples]) + median([s.longest_gap_s for s in samples])
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -42,7 +42,6 @@ from banaserve.sim.request import SimRequest
 from banaserve.sim.run import tallied
 from banaserve.sim.system import preset
 from banaserve_bench.results import result
-from benchmarks.script import run_script
 
 Floats = NDArray[np.float64]
 Latencies = dict[str, Floats]
@@ -307,7 +306,3 @@ def errors(simulated: Latencies, real: Latencies, which: NDArray[np.bool_]) -> d
         own = simulated[name][which] / real[name][which] - 1
         found[f"{name}_each"] = float(np.abs(own).mean())
     return found
-
-
-if __name__ == "__main__":
-    run_script(main)

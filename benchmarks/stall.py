@@ -21,7 +21,6 @@ from banaserve_bench.datasets import prompts
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve_bench.loadgen.servers import banaserve_server, end_on_sigterm
 from banaserve_bench.results import result
-from benchmarks.script import run_script
 
 _WINDOW_S = 1.5
 _CONTEXT_TOKENS = 40_000
@@ -121,7 +120,3 @@ def _longest_gap(records: list[RequestRecord], from_s: float, to_s: float) -> fl
         if from_s <= later and earlier <= to_s
     ]
     return max(gaps)
-
-
-if __name__ == "__main__":
-    run_script(main)

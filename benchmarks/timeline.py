@@ -28,7 +28,6 @@ from banaserve.serving.tracing.spans import SpanName
 from banaserve_bench.loadgen.servers import banaserve_server, end_on_sigterm
 from banaserve_bench.results import result
 from benchmarks.drivers.otlp_receiver import OtlpReceiver, ReceivedSpan
-from benchmarks.script import run_script
 
 _OF_REQUEST = (
     *(SpanName.RECEIVE, SpanName.PREPARE, SpanName.ROUTE, SpanName.WAIT, SpanName.QUEUE),
@@ -223,7 +222,3 @@ def _result(
             "complete: both engines told what they had noted; spans_lost: failed or dropped",
         ],
     )
-
-
-if __name__ == "__main__":
-    run_script(main)

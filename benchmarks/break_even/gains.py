@@ -109,12 +109,18 @@ def _gains(profile: Profile, kind: str, point: Point) -> list[ModuleGain]:
     return [one for one in found if one is not None]
 
 
-def _gain(profile: Profile, kind: str, share: float, point: Point) -> ModuleGain | None:
+def _module(profile: Profile, kind: str, share: float) -> Module:
+    """Return a module of ``share`` of the layers or heads."""
     facts = profile.facts
     heads = kind == "heads"
     size = max(1, int(slabs.num_movable(facts, heads) * share))
     module = slabs.free(facts, (), size, heads)
     assert module is not None
+    return module
+
+
+def _gain(profile: Profile, kind: str, share: float, point: Point) -> ModuleGain | None:
+    facts, module = profile.facts, _module(profile, kind, share)
     ledger = Ledger(facts, ())
     before = ledger.blocks(_HOST)
     ledger.put(_HOST, _GUEST, module)
@@ -170,11 +176,7 @@ def prompt_gain(profile: Profile, kind: str, tokens: int, share: float = PROMPT_
 
     ``share`` of the instance's layers or heads is away.
     """
-    facts = profile.facts
-    heads = kind == "heads"
-    size = max(1, int(slabs.num_movable(facts, heads) * share))
-    module = slabs.free(facts, (), size, heads)
-    assert module is not None
+    module = _module(profile, kind, share)
     return 1 / (1 - net_relief(profile, module, StepWork(tokens, tokens**2))) - 1
 
 

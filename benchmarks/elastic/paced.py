@@ -43,7 +43,6 @@ from benchmarks.cases import num_equal, sampled
 from benchmarks.elastic.paced_cells import CELLS, WARM_UP_S, PacedCell, requests_of
 from benchmarks.elastic.runs import elastic_system
 from benchmarks.pacing import PacedRequest
-from benchmarks.script import run_script
 
 COLOCATED, ELASTIC = "colocated", "elastic"
 _SYSTEMS = (COLOCATED, ELASTIC)
@@ -340,7 +339,3 @@ def _table(found: dict[str, dict[str, Any]]) -> Table:
             f"{simulated['goodput_ratio']:.3f}, {simulated['tokens_per_s_ratio']:.3f}",
         )
     return shown
-
-
-if __name__ == "__main__":
-    run_script(main)

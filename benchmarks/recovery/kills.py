@@ -78,7 +78,7 @@ class KilledServer:
         """Return the tokens of the plan's request without a kill."""
         async with OpenAiClient(self.server.url, self.model, return_token_ids=True) as client:
             record = await client.send(plan.call("whole"))
-        return _checked(record).token_ids
+        return record.checked().token_ids
 
     async def kill_under(self, plan: KillPlan) -> Killed:
         """Run the plan; return when the stream has ended and the instance serves again.
@@ -97,7 +97,7 @@ class KilledServer:
             await _until_tokens(stream, record, plan.at_token)
             killed_at_s = time.time()
             os.kill(pid, signal.SIGKILL)
-            _checked(await stream)
+            (await stream).checked()
         trace = await asyncio.to_thread(self.admin.trace, f"{plan.name}-killed")
         traced = read_trace(trace, killed_at_s - trace.summary.arrived_at_s)
         await self._until_back(victim)
@@ -161,9 +161,3 @@ async def _until_tokens(
         if stream.done():
             raise UserError(f"a stream ended before the kill: {record.error or 'no more tokens'}")
         await asyncio.sleep(_LOOK_S)
-
-
-def _checked(record: RequestRecord) -> RequestRecord:
-    if record.error:
-        raise UserError(f"a request failed: {record.error}")
-    return record

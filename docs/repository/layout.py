@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import tomllib
 from collections.abc import Iterator
 from typing import Any
 
 from docs.check import PACKAGES
-from docs.repository.findings import CODE, PACKAGE, ROOT, Finding, at, sources, too_few
+from docs.repository.findings import CODE, PACKAGE, ROOT, Finding, at, sources, too_few, tree_of
 from docs.repository.import_graph import circles, entries_of, find_modules, read_imports
 
 FOLDERS = ("kernels", "kvstore", "orchestrator")
@@ -15,7 +17,8 @@ FOLDERS = ("kernels", "kvstore", "orchestrator")
 SETTINGS_FILE = ROOT / "pyproject.toml"
 SETTINGS: dict[str, Any] = tomllib.loads(SETTINGS_FILE.read_text())["tool"]["importlinter"]
 WITH_VLLM = {"cli", "engine", "frontdoor", "mains", "migration", "pacing", "serving"}
-"""Rooms that may depend on vLLM."""
+"""Packages that may depend on vLLM."""
+_ENTRY = re.compile(r"\bEntr(y|ies)\b|Begin at")
 APART = {"banaserve.orchestrator.planner"}
 """Folders that count as entries of the folder above their own: the simulator is above ``control``
 and below ``planner``."""
@@ -46,12 +49,16 @@ def _packages() -> Iterator[Finding]:
     for folder in sorted({path.parent for path in sources(*PACKAGES)}):
         if not (folder / "__init__.py").exists():
             yield Finding(folder, 1, "has no __init__.py that says what it holds and where it runs")
+    for path in sources(*PACKAGES):
+        is_inner = path.name == "__init__.py" and path.parent != PACKAGE
+        if is_inner and not _ENTRY.search(ast.get_docstring(tree_of(path)) or ""):
+            yield Finding(path, 1, "says neither `Entry:` nor `Begin at`: where does one begin?")
 
 
 def _contracts() -> Iterator[Finding]:
     contract = next(one for one in SETTINGS["contracts"] if "depend on vllm" in one["name"])
-    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} - WITH_VLLM
-    for name in sorted({f"banaserve.{room}" for room in rooms} - set(contract["source_modules"])):
+    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} - WITH_VLLM
+    for name in sorted({f"banaserve.{one}" for one in packages} - set(contract["source_modules"])):
         yield at(SETTINGS_FILE, contract["name"], f"{name} is missing in this contract")
 
 

@@ -9,7 +9,7 @@ import pytest
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve_bench.results import result
 from benchmarks.break_even import page
-from benchmarks.break_even.__main__ import figures
+from benchmarks.break_even.command import figures
 from benchmarks.break_even.gains import (
     PROFILES,
     Point,

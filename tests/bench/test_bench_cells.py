@@ -8,7 +8,7 @@ import pytest
 
 from banaserve.base.errors import UserError
 from banaserve_bench.results import result
-from benchmarks.cells import __main__ as cells
+from benchmarks.cells import command as cells
 from benchmarks.cells import growth
 
 SMALL = ["--instances", "32", "--regions", "2", "--cell-size", "8", "--node-size", "4"]

@@ -10,10 +10,10 @@ import pytest
 
 from banaserve.base.errors import UserError
 from banaserve_bench.results import result
-from benchmarks.elastic import __main__ as script
+from benchmarks.elastic import command as script
 from benchmarks.elastic import paced
-from benchmarks.elastic.__main__ import PARTS
 from benchmarks.elastic.cells import CODE, CODE_TRACE, LoadCell, code_cells, load_of, sample
+from benchmarks.elastic.command import PARTS
 from benchmarks.elastic.constant import (
     ConstantOutcome,
     constant_cells,

@@ -17,7 +17,7 @@ from banaserve.migration.worker_api import GuestLinkStatus, LinkState
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.serving.launch import messages
 from benchmarks.drivers import overlapped
-from benchmarks.overlap import __main__, paced
+from benchmarks.overlap import command, paced
 from benchmarks.overlap import figures as figures
 from benchmarks.overlap import neighbour as overlap_neighbour
 from benchmarks.overlap import rounds as overlap_rounds
@@ -40,19 +40,19 @@ from depth import chosen_seed
 )
 def test_what_cannot_be_measured_is_refused(argv: list[str], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        __main__.parse(argv)
+        command.parse(argv)
 
 
 @pytest.mark.parametrize("layers", ["12", "40", "0"])
 def test_paced_layers_are_whole_layers_of_the_miniature(layers: str) -> None:
-    given = __main__.parse(["--pace", "opt-13b-a100", "--layers", "5", layers])
+    given = command.parse(["--pace", "opt-13b-a100", "--layers", "5", layers])
     with pytest.raises(UserError, match=f"--layers {layers}: .*multiples of 5"):
         paced.run(given)
 
 
 def test_paced_places_are_a_quarter_and_a_half_unless_asked() -> None:
     profile = profiles.load("opt-13b-a100")
-    given = __main__.parse(["--pace", profile.name, "--parts", "4"])
+    given = command.parse(["--pace", profile.name, "--parts", "4"])
     assert [tuple(place) for place in paced.places_of(given, profile)] == [
         ("layers_10.waiting", 2, 1),
         ("layers_10.overlap", 2, 4),
@@ -62,8 +62,8 @@ def test_paced_places_are_a_quarter_and_a_half_unless_asked() -> None:
 
 
 def test_loads_are_of_the_size_that_is_asked() -> None:
-    given = __main__.parse(["--requests", "3", "--prompt-tokens", "50", "--batches", "1", "8"])
-    loads = __main__.loads_of(given)
+    given = command.parse(["--requests", "3", "--prompt-tokens", "50", "--batches", "1", "8"])
+    loads = command.loads_of(given)
     assert [load.name for load in loads] == ["prefill", "ttft", "decode_1", "decode_8"]
     assert [load.num_requests for load in loads] == [3, 1, 1, 8]
     prompts = overlap_rounds.draw_prompts(random.Random(chosen_seed(0)), loads[0])
@@ -173,7 +173,7 @@ class Serving:
 
 def rounds(live: Serving, stages: Serving | None = None) -> overlap_rounds.OverlapRounds:
     argv = ["--batches", "--requests", "1", "--prompt-tokens", "600", "--long-prompt-tokens", "700"]
-    loads = __main__.loads_of(__main__.parse(argv))
+    loads = command.loads_of(command.parse(argv))
     prompts = [
         {load.name: overlap_rounds.draw_prompts(random.Random(n), load) for load in loads}
         for n in range(2)

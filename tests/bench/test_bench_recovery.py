@@ -19,7 +19,7 @@ from banaserve.contracts.trace_events import (
     StepsPlanned,
     TraceLine,
 )
-from benchmarks.recovery import __main__ as recovery
+from benchmarks.recovery import command as recovery
 from benchmarks.recovery.figures import (
     ENOUGH_FOR_P99,
     KilledPair,

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 from banaserve_bench.results import result
 from banaserve_bench.results.result import figure
-from benchmarks.router.__main__ import joined
+from benchmarks.router.command import joined
 
 AT = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -379,7 +379,10 @@ async def test_nothing_is_lost_or_doubled_while_replicas_balancers_and_regions_d
     await restart("us", [0])
     world.kills["eu"]()
     orphans = {one.id for one in world.replicas["eu"]}
-    await house.until(lambda: orphans <= set(world.balancers["us"].targets))
+    # A stall of the loop adds more to a measured distance than the links do: either may be nearer.
+    await house.until(
+        lambda: any(orphans <= set(world.balancers[one].targets) for one in ("us", "asia"))
+    )
     await passes()
     await world.start_balancer("eu")
     await passes()

@@ -10,7 +10,7 @@ import pytest
 from banaserve.base.errors import UserError
 from banaserve.sim.load.trace import read_trace
 from banaserve_route.sim.arrivals import diurnal, replay
-from banaserve_route.sim.programs import long_documents, shared_prefixes
+from banaserve_route.sim.programs import shared_prefixes
 from banaserve_route.sim.world import RegionSystem, Setting, simulate
 
 TOOLS = shared_prefixes(5, 800, 100, 40, 1.1)
@@ -61,13 +61,3 @@ def test_a_trace_is_replayed_with_its_prefixes_at_its_own_pace(tmp_path):
     cut = simulate(slower, RegionSystem("round_robin"), 1).records
     assert [one.sent_s for one in cut] == [0.0, 18.0, 38.0]
     assert max(one.prompt_tokens + one.output_tokens for one in cut) <= 1000
-
-
-def test_questions_on_a_document_find_it_where_it_was_read():
-    readers = long_documents(6, 6000, 50, 40)
-    setting = Setting({"us": 3}, {"us": [(4, readers)]}, duration_s=200.0)
-    spread, kept = (
-        simulate(setting, RegionSystem(name), 1) for name in ("round_robin", "cache_aware")
-    )
-    assert kept.hit_fraction > spread.hit_fraction
-    assert min(one.prompt_tokens for one in kept.records) >= 3000

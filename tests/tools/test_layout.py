@@ -22,9 +22,9 @@ PLANTED = {
     "serving.planted": ("import vllm.config", "imports vllm itself"),
     "frontdoor.planted": ("import vllm", "imports vllm itself"),
     "orchestrator.control.planted_time": ("import time", "Control is pure"),
-    "kvstore.planted_floor": (
+    "kvstore.planted_package": (
         "import banaserve.orchestrator.control.routing.interface",
-        "floors below it",
+        "packages below it",
     ),
     "cli.planted": ("import banaserve_route.policies", "imports no other distribution"),
     "base.planted": ("", ""),

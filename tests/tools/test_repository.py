@@ -293,11 +293,29 @@ def test_a_sleep_in_a_test_is_found(line: str, is_found: bool, tmp_path: Path) -
     assert [one.line for one in waits.sleep_findings(path)] == [2] * is_found
 
 
-def test_an_invariant_whose_tests_do_not_always_run_is_found(tmp_path: Path) -> None:
-    kept = "| a | b | `tests/serving/live/test_survival.py` |\n"
+@pytest.mark.parametrize(
+    ("cells", "is_found"),
+    [
+        ("`tests/serving/live/test_survival.py:test_no_answer_notices_a_kill` | |", False),
+        ("`tests/frontdoor/live/test_keys.py:test_keys_are_in_no_log` | |", False),
+        ("`tests/serving/live/test_survival.py:test_of_no_such_name` | |", True),
+        ("`tests/serving/live/test_survival.py:test_streams_with_an_adapter_go_on` | |", True),
+        (
+            "`tests/engine/test_budgets.py:test_of_no_such_name` | |",
+            True,
+        ),
+        ("`tests/serving/live/test_survival.py` | |", True),
+        ("`tests/route/test_balancer_tenants.py`, `tests/frontdoor/live/test_keys.py` |", False),
+        ("`tests/migration/in_process/test_compiled.py` |", True),
+    ],
+)
+def test_an_invariant_that_make_test_does_not_check_is_found(
+    cells: str, is_found: bool, tmp_path: Path
+) -> None:
+    kept = "| a | b | `tests/route/test_balancer_tenants.py` |\n"
     path = tmp_path / "ARCHITECTURE.md"
-    path.write_text(kept * 20 + "| a | b | `tests/migration/in_process/test_compiled.py` |\n")
-    assert [one.line for one in waits.invariant_findings(path)] == [21]
+    path.write_text(f"{kept * 20}| a | b | {cells}\n")
+    assert [one.line for one in waits.invariant_findings(path)] == [21] * is_found
 
 
 def test_a_readme_that_does_not_say_how_much_of_vllm_is_changed_is_found(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Models by their names on the command line, and the folders to load them from.
 
-Imports neither torch nor vllm.
+In processes of commands and the server's. Entry: ``resolve``. Imports neither torch nor vllm.
 """
 
 from __future__ import annotations

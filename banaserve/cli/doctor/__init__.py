@@ -1,4 +1,4 @@
 """``banaserve doctor``: what this machine can run.
 
-Entry: ``command``.
+In a process of its own. Entry: ``command.doctor``.
 """

@@ -1,4 +1,4 @@
 """``banaserve serve``: its command line, its help, and the launch of a server.
 
-Entry: ``command.serve_command``.
+In the process that becomes the server's. Entry: ``command.serve_command``.
 """

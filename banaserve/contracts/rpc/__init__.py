@@ -1,4 +1,4 @@
 """Contracts of the front door with engine cores and workers over vLLM's utility calls.
 
-Entry: ``engine_api.CoreApi``.
+In the server's process, engine cores and workers. Entry: ``engine_api.CoreApi``.
 """

@@ -1,1 +1,5 @@
-"""Agents of nodes started by Ray. In the server's process and in Ray's actors."""
+"""Agents of nodes started by Ray.
+
+Entries: ``places`` in the server's process, ``driver.RayAgents`` in a process beside it,
+``actor.AgentActor`` in Ray's actors.
+"""

@@ -1,4 +1,4 @@
 """Comparison of several systems under one load.
 
-Entry: ``command.main``.
+In a process of ``banaserve bench compare``. Entry: ``command.main``.
 """

@@ -1,1 +1,4 @@
-"""Load generator: open and closed loops over streaming HTTP."""
+"""Load generator: open and closed loops over streaming HTTP.
+
+In a process of ``banaserve bench``. Entries: ``loops.open_loop``, ``client.OpenAiClient``.
+"""

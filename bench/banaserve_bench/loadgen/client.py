@@ -14,6 +14,7 @@ from typing import Any, Self
 import msgspec
 
 from banaserve.base.clock import Clock, WallClock
+from banaserve.base.errors import UserError
 from banaserve_bench.loadgen.http import HttpExchange, HttpStreams
 
 
@@ -48,6 +49,16 @@ class RequestRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     cached_tokens: int | None = None
     status: int | None = None
     error: str | None = None
+
+    def checked(self) -> Self:
+        """Return this record.
+
+        Raises:
+            UserError: The request failed.
+        """
+        if self.error:
+            raise UserError(f"a request failed: {self.error}")
+        return self
 
     @property
     def ttft_s(self) -> float | None:

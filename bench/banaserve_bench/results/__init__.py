@@ -1,4 +1,4 @@
 """Format of results: one JSON schema for all benchmarks.
 
-Entry: ``result.Result``.
+In a process of ``banaserve bench``. Entry: ``result.Result``.
 """

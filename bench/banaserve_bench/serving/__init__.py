@@ -1,4 +1,4 @@
 """``banaserve bench serving``: one server under one load.
 
-Entry: ``command.main``.
+In a process of its own. Entry: ``command.main``.
 """

@@ -137,21 +137,17 @@ class Metrics(Collector):
             "pending": lambda one: one.view.pending,
             "round_trip_ms": lambda one: one.view.round_trip_ms,
         }
-        for key, read in gauges.items():
-            family = GaugeMetricFamily(name + key, f"Of a target: {key}.", labels=["target"])
-            for one in targets:
-                family.add_metric([one.view.id], float(read(one)))
-            yield family
         counters: dict[str, Callable[[Target], float]] = {
             "broken": lambda one: one.num_broken,
             "retried": lambda one: one.num_retried,
             "circuit_opened": lambda one: one.breaker.num_opened,
         }
-        for key, read in counters.items():
-            counter = CounterMetricFamily(name + key, f"Of a target: {key}.", labels=["target"])
-            for one in targets:
-                counter.add_metric([one.view.id], float(read(one)))
-            yield counter
+        for kind, readers in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for key, read in readers.items():
+                family = kind(name + key, f"Of a target: {key}.", labels=["target"])
+                for one in targets:
+                    family.add_metric([one.view.id], float(read(one)))
+                yield family
         answers = CounterMetricFamily(
             name + "answers", "Answers of a target.", labels=["target", "status"]
         )

@@ -1,4 +1,4 @@
 """Simulation of regions: clients, balancers and replicas in virtual time.
 
-Entry: ``world``.
+In a process of ``banaserve simulate`` or of a benchmark. Entry: ``world.simulate``.
 """

@@ -77,30 +77,6 @@ def chat(first_tokens: float, message_tokens: float, answer_tokens: float) -> Ma
     return run
 
 
-def long_documents(
-    num_documents: int, document_tokens: int, question_tokens: float, answer_tokens: float
-) -> MakeProgram:
-    """Return questions on long documents, as in LooGLE: a few per document, each one by itself.
-
-    Args:
-        document_tokens: Mean length of a document, in tokens; all clients share the documents.
-    """
-    rng = Random("documents")
-    documents = [
-        rng.randbytes(int(document_tokens * (0.5 + rng.random()) / 16) * UNIT_BYTES)
-        for _ in range(num_documents)
-    ]
-
-    def run(rng: Random, client: str) -> Program:
-        while True:
-            number = int(rng.random() * num_documents)
-            for _ in range(2 + int(rng.random() * 6)):
-                prompt = documents[number] + blocks(rng, question_tokens)
-                yield [ProgramCall(prompt, blocks(rng, answer_tokens), f"document {number}")]
-
-    return run
-
-
 def shared_prefixes(
     num_prefixes: int, prefix_tokens: int, own_tokens: float, answer_tokens: float, zipf: float
 ) -> MakeProgram:

@@ -13,8 +13,9 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -23,12 +24,14 @@ import small_model
 from adapter_files import RANK, write_adapter
 from banaserve.base.errors import UserError
 from banaserve.base.run_dir import find_admin
+from banaserve.contracts.control_api import RoleRequest
 from banaserve.frontdoor.admin_client import AdminClient
 from banaserve_bench.datasets import prompts
 from depth import IS_LONG, chosen_seed
 from fork_server import ForkServer
 from observing import writer
 from reference import reference_tokens, tokenizer
+from scaling_streams import has_served, scaled
 from server_run import Run
 from stream_kinds import BY_ONE_ENGINE, OUTPUT_TOKENS, made_kinds
 from streams import Answer, Kind, asked, asked_all, back, connected, differences
@@ -144,29 +147,40 @@ def test_no_answer_notices_a_kill(
     back(server, victim, pid)
 
 
+def unnoticed(
+    act: Callable[[], Any], server: Run, kinds: dict[str, Kind], expected: dict[str, Answer]
+) -> Any:
+    """Act while all answers are under way, and check them; returns what the act has returned."""
+    num_chunks = 0
+    with ThreadPoolExecutor(1) as pool:
+
+        def count(_: Answer) -> None:
+            nonlocal num_chunks, acting
+            num_chunks += 1
+            if num_chunks == 80:
+                acting = pool.submit(act)
+
+        acting: Future[Any] | None = None
+        found = asyncio.run(asked_all(server, kinds, count))
+        assert differences(kinds, expected, found) == {}
+        assert acting is not None
+        return acting.result()
+
+
 @pytest.mark.spine
 def test_no_answer_notices_that_an_instance_is_drained(
     server: Run, kinds: dict[str, Kind], expected: dict[str, Answer]
 ) -> None:
     """Its streams leave at once; it is sent nothing until it is released."""
-    admin, seen, left = AdminClient(*find_admin(server.run_dir)), Counter[str](), []
+    admin = AdminClient(*find_admin(server.run_dir))
 
-    def drain() -> None:
+    def drain() -> int:
         admin.drain("d0")
-        left.append(admin.show_drain("d0", wait_s=30.0).num_left)
+        return admin.show_drain("d0", wait_s=30.0).num_left
 
-    with ThreadPoolExecutor(1) as pool:
-
-        def count(_: Answer) -> None:
-            seen["chunks"] += 1
-            if seen["chunks"] == 80:
-                pool.submit(drain)
-
-        before = server.metric("banaserve_streams_moved_total")
-        found = asyncio.run(asked_all(server, kinds, count))
-    assert left == [0]
+    before = server.metric("banaserve_streams_moved_total")
+    assert unnoticed(drain, server, kinds, expected) == 0
     assert server.metric("banaserve_streams_moved_total") > before
-    assert differences(kinds, expected, found) == {}
     with pytest.raises(UserError, match="only one that serves decode"):
         admin.drain("d1")
     assert not admin.release("d0").is_held
@@ -212,6 +226,25 @@ def test_random_kills_under_mixed_streams_lose_double_and_change_nothing(
     assert wrong == []
     assert sum(num_answers.values()) > NUM_KILLS
     assert set(num_answers) == set(kinds)
+
+
+@pytest.mark.spine
+def test_no_answer_notices_that_instances_leave_and_come(
+    server: Run, kinds: dict[str, Kind], expected: dict[str, Answer]
+) -> None:
+    admin = AdminClient(*find_admin(server.run_dir))
+    shrunk = unnoticed(lambda: scaled(admin, 1, 1), server, kinds, expected)
+    assert (shrunk.added, len(shrunk.removed)) == ([], 2)
+    for one in admin.status().instances:
+        with pytest.raises(UserError, match=f"only one that serves {one.role}"):
+            admin.drain(one.id)
+        other = "decode" if one.role == "prefill" else "prefill"
+        with pytest.raises(UserError, match=f"only one that serves {one.role}"):
+            admin.roles.begin(RoleRequest(one.id, other))
+    grown = unnoticed(lambda: scaled(admin, 1, 2), server, kinds, expected)
+    assert (len(grown.added), grown.removed) == (1, [])
+    assert differences(kinds, expected, asyncio.run(asked_all(server, kinds))) == {}
+    assert has_served(server, *grown.added)
 
 
 @pytest.mark.long

@@ -1,4 +1,5 @@
 """Step times and transfer times of a modelled device and model.
 
-Entries: ``steps.StepCosts``, ``profile``.
+In paced engines, in simulations and in the server's process. Entries: ``steps.StepCosts``,
+``profile``.
 """

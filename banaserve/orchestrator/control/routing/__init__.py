@@ -1,4 +1,4 @@
-"""Policies that pick the instances of a request's legs; ``registry.make`` by name.
+"""Policies that pick the instances of a request's legs.
 
-Entries: ``registry.make``, ``interface``.
+In the server's process and in simulations. Entries: ``registry.make``, ``interface``.
 """

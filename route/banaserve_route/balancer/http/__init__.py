@@ -1,1 +1,5 @@
-"""HTTP of a balancer: connections of clients and to replicas, byte for byte."""
+"""HTTP of a balancer: connections of clients and to replicas, byte for byte.
+
+In a balancer's process. Entries: ``client_connection.ClientConnection``,
+``replica_connection.ReplicaConnection``.
+"""

@@ -23,7 +23,6 @@ from banaserve_bench.results import result
 from banaserve_bench.results.result import Figure, figure
 from benchmarks.break_even.gains import PROFILES
 from benchmarks.break_even.simulated import WORTH_IT, Compared, compared, questions
-from benchmarks.script import run_script
 from benchmarks.workers import workers
 
 
@@ -78,7 +77,3 @@ def figures(found: Sequence[Compared]) -> dict[str, Figure]:
         worth_it = sum(gain > WORTH_IT for gain in gains)
         shown[f"worth_it.{name}"] = figure([worth_it / len(gains)], "fraction")
     return shown
-
-
-if __name__ == "__main__":
-    run_script(main)

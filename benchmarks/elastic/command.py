@@ -40,7 +40,6 @@ from benchmarks.elastic.constant import (
 )
 from benchmarks.elastic.figures import ablation_table, figures, table
 from benchmarks.elastic.runs import WHOLE, CellOutcome, Variant, run_cell
-from benchmarks.script import run_script
 from benchmarks.workers import workers
 
 Outcome = TypeVar("Outcome")
@@ -178,7 +177,3 @@ def _constant(given: Namespace, console: Console) -> Iterator[_Told]:
 def _mapped(run: Callable[[Any], Outcome], cells: Sequence[Any], jobs: int) -> Iterator[Outcome]:
     with workers(jobs) as pool:
         yield from pool.map(run, cells)
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -34,7 +34,6 @@ from benchmarks.kvstore.peers import missing_mooncake
 from benchmarks.network import hosts
 from benchmarks.network.hosts import Network
 from benchmarks.network.ways import MooncakeWay, StoreWay, StreamWay, Way
-from benchmarks.script import run_script
 
 GBIT = 1e9
 _RATES = (1.0, 10.0)
@@ -141,7 +140,3 @@ def _notes(given: argparse.Namespace) -> list[str]:
     if why := missing_mooncake():
         notes.append(f"without Mooncake: {why}")
     return notes
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -29,7 +29,7 @@ from banaserve.base.arguments import Parser, positive
 from banaserve.base.errors import UserError
 from banaserve.base.statistics import median
 from banaserve_bench.datasets.items import Words
-from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
+from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve_bench.loadgen.servers import end_on_sigterm
 from banaserve_bench.results import result
 from benchmarks.elastic_cpu.figures import OURS, PEERS, LoadSample, Work, figures, table
@@ -43,7 +43,6 @@ from benchmarks.elastic_cpu.loads import (
     opened,
 )
 from benchmarks.elastic_cpu.systems import Setup, SystemUnderTest, alone, systems
-from benchmarks.script import run_script
 
 _KV_BYTES = 1 << 30
 _WARM_TRIES, _WARM_AGAIN_S = 40, 0.5
@@ -175,7 +174,8 @@ async def _warm(
         async with OpenAiClient(one.running.url, model) as client:
             await _reached(client, what[0].questions[0])
             began_s = time.monotonic()
-            _checked(await closed(client, what, CONCURRENCY))
+            for record in await closed(client, what, CONCURRENCY):
+                record.checked()
             speeds.append(len(what) / (time.monotonic() - began_s))
         await one.settled_cpu_s()
     return float(given.rate_fraction * median(speeds[-len(PEERS) :]))
@@ -201,10 +201,10 @@ async def _sample(
     async with OpenAiClient(one.running.url, model, return_token_ids=True) as client:
         before_s, before = await one.settled_cpu_s(), one.work()
         began_s = time.monotonic()
-        kept = _checked(await closed(client, busy, CONCURRENCY))
+        kept = [one.checked() for one in await closed(client, busy, CONCURRENCY)]
         took_s = time.monotonic() - began_s
         at_s = arrivals_s(load.open, rate_per_s, key)
-        arrived = _checked(await opened(client, calm, at_s))
+        arrived = [one.checked() for one in await opened(client, calm, at_s)]
         cpu_s, after = await one.settled_cpu_s() - before_s, one.work()
     records = [*kept, *arrived]
     done = (now - then for now, then in zip(after, before, strict=True))
@@ -216,13 +216,6 @@ async def _sample(
         tokens=[record.token_ids for record in records],
         work=Work(*(one / len(records) for one in done)),
     )
-
-
-def _checked(records: list[RequestRecord]) -> list[RequestRecord]:
-    failed = next((record.error for record in records if record.error), None)
-    if failed is not None:
-        raise UserError(f"a request failed: {failed}")
-    return records
 
 
 def _notes(router: str) -> list[str]:
@@ -241,7 +234,3 @@ def _notes(router: str) -> list[str]:
         "equal_answers_fraction: answers with the tokens of round robin's, of the others' answers; "
         "a chat whose answer differs goes on with another prompt",
     ]
-
-
-if __name__ == "__main__":
-    run_script(main)

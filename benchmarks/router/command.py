@@ -14,7 +14,6 @@ from banaserve.base.arguments import Parser, positive
 from banaserve_bench.loadgen.servers import end_on_sigterm
 from banaserve_bench.results import result
 from benchmarks.router import decisions, proxy
-from benchmarks.script import run_script
 
 
 def main(argv: Sequence[str]) -> int:
@@ -112,7 +111,3 @@ def _proxy_options(given: argparse.Namespace) -> proxy.ProxyOptions:
         given.peers,
         given.seed,
     )
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -32,7 +32,6 @@ from banaserve_route.sim.cells_load import CellsLoad
 from banaserve_route.sim.cells_world import CellsSetting, CellsWorld
 from banaserve_route.sim.round_trips import FIVE_REGIONS, read_round_trips
 from benchmarks.cells import growth
-from benchmarks.script import run_script
 
 _PROFILE = "opt-13b-a100"
 _ROUND_TRIPS = Path("rtt/skyplane_rtt_ms.csv.zst")
@@ -254,7 +253,3 @@ def _unit(name: str) -> str:
 
 def _plain(value: object) -> object:
     return str(value) if isinstance(value, Path) else value
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -23,7 +23,6 @@ from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
 from banaserve_bench.results import result
 from banaserve_bench.results.result import Figure
-from benchmarks.script import run_script
 from benchmarks.simulate_seeds.cases import PAPERS
 from benchmarks.simulate_seeds.figures import run, table
 
@@ -73,7 +72,3 @@ def _begun(path: Path | None, seeds: int) -> tuple[dict[str, Figure], dict[str, 
     if found.options.get("seeds") != seeds:
         raise UserError(f"{path} has {found.options.get('seeds')} seeds: give another file")
     return dict(found.figures), dict(found.raw)
-
-
-if __name__ == "__main__":
-    run_script(main)

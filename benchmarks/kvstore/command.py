@@ -34,7 +34,6 @@ from benchmarks.kvstore.memory import (
 )
 from benchmarks.kvstore.others import OtherBench, mooncake_bench, redis_bench
 from benchmarks.kvstore.peers import missing_mooncake, missing_redis
-from benchmarks.script import run_script
 
 _POOL_SIZE = "512MiB"
 _NUM_LOOKUPS = 300
@@ -227,7 +226,3 @@ def _others(given: argparse.Namespace, samples: Samples, progress: Progress) -> 
 def _put_get(pool: PoolBench) -> tuple[float, float]:
     times = pool.run("layers")
     return times.put_s, times.get_s
-
-
-if __name__ == "__main__":
-    run_script(main)

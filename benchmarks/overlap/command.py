@@ -32,7 +32,6 @@ from benchmarks.overlap import figures as figures
 from benchmarks.overlap import neighbour as overlap_neighbour
 from benchmarks.overlap import paced
 from benchmarks.overlap.rounds import OverlapRounds, draw_prompts
-from benchmarks.script import run_script
 
 _NUM_LAYERS = 30
 _FED_TOKENS = 512
@@ -232,7 +231,3 @@ def _engine(model_path: str, kind: str, given: argparse.Namespace) -> Iterator[D
     module = "benchmarks.drivers.overlapped"
     with driven_engine(module, model_path, kind, json.dumps(arguments)) as engine:
         yield engine
-
-
-if __name__ == "__main__":
-    run_script(main)
