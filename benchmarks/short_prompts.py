@@ -19,10 +19,10 @@ from rich.progress import Progress
 from banaserve.base import models
 from banaserve.base.arguments import Parser, positive
 from banaserve.base.errors import UserError
-from banaserve.base.statistics import median
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
 from banaserve_bench.results import result
+from banaserve_bench.statistics import median
 from benchmarks.script import run_script
 
 _LENGTHS = (8, 16, 32, 64, 128, 256)

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from banaserve.base.arguments import option
-from banaserve.base.digits import interval_text, row
 from banaserve.base.errors import UserError
+from banaserve.base.figure_text import interval_text, row
 from banaserve.base.plugins import PluginGroup
 from banaserve.cli.app import App
 from banaserve.cli.plugins import use_plugins, warn_of_rivalries
