@@ -17,16 +17,16 @@ from banaserve.base.models import ResolvedModel, cache
 from banaserve.base.net.descriptors import raise_descriptor_limit
 from banaserve.base.platform.linux import available_memory_bytes
 from banaserve.base.plugins import PluginGroup
-from banaserve.base.run_dir import RunDir, open_run_dir
+from banaserve.base.run_dir import RunDir, find_offer, open_run_dir
 from banaserve.cli.plugins import rivalries, use_plugins
 from banaserve.cli.serve import emulation, needs
 from banaserve.cli.serve.command_line import make_parser, parse_serve_argv
-from banaserve.cli.serve.sockets import front_socket
 from banaserve.cli.terminal.console import Say, print_error, timed
 from banaserve.cli.terminal.quiet import quiet
 from banaserve.contracts.environment import set_environment
 from banaserve.frontdoor.bodies.bounds import RequestBounds
-from banaserve.frontdoor.lifecycle.listening_socket import FrontSocket
+from banaserve.frontdoor.lifecycle.listening_socket import BoundSocket, ClaimedSocket, FrontSocket
+from banaserve.frontdoor.lifecycle.take_over import SocketClaim
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.sizes import parse_size
 from banaserve.nodes.options import NodeOptions
@@ -62,7 +62,7 @@ def serve_command(argv: list[str]) -> int:
         print_error(line)
     with (
         Leaving() as leaving,
-        front_socket(config) as front,
+        _front_socket(config) as front,
         open_run_dir(config.run_dir) as run,
         quiet(run.logs / "front.log") as terminal,
         leaving.insisting(),
@@ -113,6 +113,24 @@ def _check_transport(name: str) -> None:
     """Check that a transport's requirements are installed: guests are started only much later."""
     options = TransportOptions(folder=tempfile.gettempdir(), secret=bytes(MIN_SECRET_BYTES))
     transports.create(name, options).close()
+
+
+@contextlib.contextmanager
+def _front_socket(config: ServeConfig) -> Iterator[FrontSocket]:
+    """Yield the socket of the front door, bound, or claimed from the server that has it.
+
+    Raises:
+        UserError: The address is in use or not this machine's, or no server there can be taken
+            over.
+    """
+    if config.take_over is None:
+        with contextlib.closing(BoundSocket(config.host, config.port)) as front:
+            yield front
+        return
+    with contextlib.closing(
+        SocketClaim(find_offer(config.take_over.run_dir, config.port))
+    ) as claim:
+        yield ClaimedSocket(claim, config.host, config.port)
 
 
 def _asked(config: ServeConfig) -> Iterator[tuple[PluginGroup, str]]:

@@ -21,6 +21,7 @@ from banaserve.base import models
 from banaserve.base.config import ServeConfig
 from banaserve.base.errors import UserError
 from banaserve.base.models import ResolvedModel
+from banaserve.base.net.tls import ServerTls
 from banaserve.base.platform.linux import limit_heaps
 from banaserve.base.run_dir import RunDir
 from banaserve.base.types import Role
@@ -32,7 +33,6 @@ from banaserve.cli.serve.engine_options import (
     for_vllm,
     migration_blocker,
 )
-from banaserve.cli.serve.sockets import check_tls
 from banaserve.engine import engine_args
 from banaserve.engine.compat.config import VllmConfig, is_on_cpu
 from banaserve.engine.compat.scheduler import check_first_come
@@ -111,6 +111,24 @@ def prepared(
         )
     finally:
         launcher.close()
+
+
+def check_tls(
+    certificate: str | None, key: str | None, ca: str | None = None, suites: str | None = None
+) -> None:
+    """Check that the files and suites can serve TLS, if any are given.
+
+    Raises:
+        UserError: TLS cannot be served with them.
+    """
+    if not certificate:
+        if key:
+            raise UserError(f"--ssl-keyfile {key}: give its certificate too, in --ssl-certfile")
+        return
+    try:
+        ServerTls(certificate, key or "", ca or "", suites=suites or "").context()
+    except UserError as error:
+        raise UserError(f"--ssl-certfile: {error}") from None
 
 
 def _check_migration(config: ServeConfig, engine_config: VllmConfig) -> None:
