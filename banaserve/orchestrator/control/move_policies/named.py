@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from banaserve.base.errors import PolicyError, UserError
-from banaserve.base.registry import one_line
+from banaserve.base.errors import PolicyError, UserError, one_line
 from banaserve.base.types import ClusterView
 from banaserve.orchestrator.control.move_policies.interface import MigrationPlan, MigrationPolicy
 

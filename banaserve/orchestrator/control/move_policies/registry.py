@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from banaserve.base.registry import (
-    Registry,
-    build_options,
-    build_policy,
-    check_class,
-    check_options,
-)
+from banaserve.base.implementation_checks import check_class, check_options
+from banaserve.base.policy_options import build_options, build_policy
+from banaserve.base.registry import Registry
 from banaserve.orchestrator.control.move_policies.algorithm1_published import Published
 from banaserve.orchestrator.control.move_policies.algorithm1_repaired import Repaired
 from banaserve.orchestrator.control.move_policies.interface import MigrationPolicy
