@@ -22,8 +22,9 @@ from typing import Any, TypeVar
 from starlette.types import ASGIApp
 
 from banaserve.base.clock import Clock, WallClock
-from banaserve.base.config import SLO_AWARE, ServeConfig
+from banaserve.base.config import ServeConfig
 from banaserve.base.errors import BanaServeError, InstanceDeadError, UserError
+from banaserve.base.orchestrator_config import SLO_AWARE
 from banaserve.base.platform.packages import vllm_version
 from banaserve.base.run_dir import AdminAccess, RunDir, remove_admin, write_admin
 from banaserve.base.types import InstanceId, Role

@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from banaserve.base.platform import processes
-from banaserve.base.platform.processes import StallWatch, is_running
+from banaserve.base.platform.processes import is_running
+from banaserve.base.platform.stall_watch import StallWatch
 from waiting import eventually
 
 

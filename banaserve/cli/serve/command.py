@@ -12,9 +12,10 @@ from functools import partial
 from typing import Any, TextIO
 from urllib.parse import urlsplit
 
-from banaserve.base.config import OrchestratorConfig, ServeConfig
+from banaserve.base.config import ServeConfig
 from banaserve.base.models import ResolvedModel, cache
 from banaserve.base.net.descriptors import raise_descriptor_limit
+from banaserve.base.orchestrator_config import OrchestratorConfig
 from banaserve.base.platform.linux import available_memory_bytes
 from banaserve.base.plugins import PluginGroup
 from banaserve.base.run_dir import RunDir, find_offer, open_run_dir
