@@ -14,9 +14,9 @@ from banaserve_bench.report.serving_metrics import (
     loads_of,
 )
 from banaserve_bench.report.standings import Standing, standings
-from banaserve_bench.report.units import NO_VALUE, scaled
 from banaserve_bench.results.result import Figure
 from banaserve_bench.serving.summary import Summary
+from banaserve_bench.units import NO_VALUE, scaled
 
 Table = list[list[str]]
 LIKE_THE_BEST = "≈"

@@ -36,7 +36,6 @@ from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve_bench.loadgen.loops import run_fast
 from banaserve_bench.loadgen.modelled_time import modelled_time
 from banaserve_bench.loadgen.target import ServerUnderTest, find_target, load_tokenizer, try_out
-from banaserve_bench.report.units import NO_VALUE
 from banaserve_bench.results import result
 from banaserve_bench.results.result import ModelledTime
 from banaserve_bench.serving.cell import CellId, Progress
@@ -48,6 +47,7 @@ from banaserve_bench.serving.run import (
     stopped_by_signals,
 )
 from banaserve_bench.serving.summary import LATENCIES, Slo, Summary
+from banaserve_bench.units import NO_VALUE
 
 _ROWS = (
     ("requests/s", "requests_per_s", 1.0),
