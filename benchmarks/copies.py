@@ -27,8 +27,8 @@ from rich.progress import Progress
 import banaserve._native as _native
 from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
-from banaserve.base.statistics import median
 from banaserve_bench.results import result
+from banaserve_bench.statistics import median
 from benchmarks.kvstore.memory import plain_memory
 
 KIB, MIB = 2**10, 2**20

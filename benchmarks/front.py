@@ -25,11 +25,11 @@ from rich.progress import Progress
 from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
 from banaserve.base.models import miniature
-from banaserve.base.statistics import paired_ratios, percentile
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve_bench.loadgen.loops import closed_loop
 from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sigterm, vllm_server
 from banaserve_bench.results import result
+from banaserve_bench.statistics import paired_ratios, percentile
 
 _NAME = "miniature"
 _CONTEXT_TOKENS = 1024

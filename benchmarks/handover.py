@@ -20,12 +20,12 @@ from rich.progress import Progress
 
 from banaserve.base import models
 from banaserve.base.arguments import Parser, positive
-from banaserve.base.statistics import median, paired_ratios
 from banaserve_bench.datasets import prompts as datasets_prompts
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve_bench.loadgen.loops import closed_loop
 from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sigterm, vllm_server
 from banaserve_bench.results import result
+from banaserve_bench.statistics import median, paired_ratios
 
 _SAME = ("--dtype", "float32", "--kv-cache-memory-bytes", str(1 << 30))
 """Options of both servers; float32, so that their answers can be compared token by token."""

@@ -22,12 +22,12 @@ from banaserve.base import models
 from banaserve.base.arguments import Parser, positive
 from banaserve.base.errors import UserError
 from banaserve.base.run_dir import find_admin
-from banaserve.base.statistics import median, paired_ratios
 from banaserve.contracts.migration_api import MoveLayers
 from banaserve.frontdoor.admin_client import AdminClient
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
 from banaserve_bench.results import result
+from banaserve_bench.statistics import median, paired_ratios
 
 _SAME = (
     *("--pd", "1:1", "--dtype", "float32", "--kv-cache-memory-bytes", str(1 << 30)),

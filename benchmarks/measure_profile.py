@@ -22,11 +22,11 @@ import numpy as np
 
 from banaserve.base import models
 from banaserve.base.arguments import Parser
-from banaserve.base.statistics import median
 from banaserve.contracts.environment import set_environment
 from banaserve.orchestrator.control.costs.profile import DecodeSection, PrefillSection
 from banaserve_bench.results import result
 from banaserve_bench.results.result import machine
+from banaserve_bench.statistics import median
 
 NAME = "smollm2-135m-cpu"
 KV_BYTES = 768 << 20

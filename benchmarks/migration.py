@@ -30,7 +30,6 @@ from banaserve.base import models
 from banaserve.base.arguments import Parser, positive
 from banaserve.base.errors import UserError
 from banaserve.base.run_dir import find_admin
-from banaserve.base.statistics import median
 from banaserve.contracts.migration_api import (
     Migration,
     MigrationRequest,
@@ -48,6 +47,7 @@ from banaserve_bench.datasets import prompts as datasets_prompts
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
 from banaserve_bench.results import result
+from banaserve_bench.statistics import median
 
 _FLOAT32 = ("--pd", "1:1", "--dtype", "float32")
 _POOL_BYTES = 768 << 20

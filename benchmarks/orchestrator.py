@@ -25,7 +25,6 @@ from rich.progress import Progress
 
 from banaserve.base.arguments import Parser, positive
 from banaserve.base.errors import UserError
-from banaserve.base.statistics import median
 from banaserve.base.types import (
     ClusterView,
     InstanceFacts,
@@ -42,6 +41,7 @@ from banaserve.sim.parallel import simulate_in_parts
 from banaserve.sim.request import SimRequest
 from banaserve.sim.system import System, preset
 from banaserve_bench.results import result
+from banaserve_bench.statistics import median
 
 _SIZES = (8, 64, 512, 4096)
 _PROFILE = "opt-13b-a100"

@@ -21,7 +21,6 @@ from rich.progress import Progress
 from banaserve.base.arguments import Parser
 from banaserve.base.config import MINIATURE, parse_pd
 from banaserve.base.errors import UserError
-from banaserve.base.statistics import median, percentile
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.pacing.step_log import PacedStep, StepReader, readers
@@ -36,6 +35,7 @@ from banaserve_bench.loadgen.servers import banaserve_server, end_on_sigterm
 from banaserve_bench.results import result
 from banaserve_bench.results.result import ModelledTime
 from banaserve_bench.serving.summary import tpot_s
+from banaserve_bench.statistics import median, percentile
 
 _TOKEN_IDS = (500, 40_000)
 _WARM_UP = 4

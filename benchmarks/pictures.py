@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from banaserve.base.arguments import Parser
-from banaserve.base.digits import row
 from banaserve.base.errors import UserError
+from banaserve.base.figure_text import row
 from banaserve_bench.report import drawing
 from banaserve_bench.report.drawing import LIGHT
 from banaserve_bench.results import result

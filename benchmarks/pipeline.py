@@ -26,9 +26,9 @@ from rich.progress import Progress
 from banaserve.base import models
 from banaserve.base.arguments import Parser, positive
 from banaserve.base.errors import UserError
-from banaserve.base.statistics import median, paired_ratios
 from banaserve_bench.loadgen.servers import end_on_sigterm
 from banaserve_bench.results import result
+from banaserve_bench.statistics import median, paired_ratios
 from benchmarks.drivers.driven_engine import DrivenEngine, driven_engine
 from benchmarks.drivers.layer_pipeline import Prefill, hidden_fraction, pipeline
 from benchmarks.kvstore.memory import store_daemon

@@ -28,10 +28,10 @@ from rich.progress import Progress
 from banaserve.base import models
 from banaserve.base.arguments import Parser, positive
 from banaserve.base.errors import UserError
-from banaserve.base.statistics import paired_ratios
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve_bench.loadgen.servers import SHARES_GPU, Server, banaserve_server, end_on_sigterm
 from banaserve_bench.results import result
+from banaserve_bench.statistics import paired_ratios
 from benchmarks.pipeline import model_of, traced_engine
 from benchmarks.random_model import SIZES
 

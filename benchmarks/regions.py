@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from banaserve.base.arguments import Parser, positive
-from banaserve.base.statistics import percentile
 from banaserve_bench.loadgen.servers import end_on_sigterm
 from banaserve_bench.results import result
+from banaserve_bench.statistics import percentile
 from benchmarks.router import engine
 from benchmarks.router.clients import ClientLoad
 from benchmarks.router.faults import account, kill_and_bring_back

@@ -18,14 +18,15 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from banaserve.base.arguments import Parser
-from banaserve.base.digits import row, scaled
 from banaserve.base.errors import UserError
-from banaserve.base.statistics import spread_fraction
+from banaserve.base.figure_text import row
 from banaserve_bench.report import drawing, tables
 from banaserve_bench.report.report import result_files, write_report
 from banaserve_bench.report.section import section_of
 from banaserve_bench.results import result
 from banaserve_bench.results.result import Figure, Result
+from banaserve_bench.statistics import spread_fraction
+from banaserve_bench.units import scaled
 from benchmarks.break_even import page as break_even
 from benchmarks.location import ROOT
 from benchmarks.measured_code import MEASURED, History

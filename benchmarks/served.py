@@ -24,7 +24,6 @@ from banaserve.base import models
 from banaserve.base.arguments import Parser, positive
 from banaserve.base.errors import UserError
 from banaserve.base.run_dir import find_admin
-from banaserve.base.statistics import median
 from banaserve.contracts.migration_api import (
     Migration,
     MigrationRequest,
@@ -46,6 +45,7 @@ from banaserve_bench.loadgen.servers import (
     vllm_server,
 )
 from banaserve_bench.results import result
+from banaserve_bench.statistics import median
 from benchmarks.random_model import SIZES, make_model
 
 _NAME = "m"

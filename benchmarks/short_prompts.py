@@ -18,10 +18,10 @@ from rich.progress import Progress
 
 from banaserve.base import models
 from banaserve.base.arguments import Parser, positive
-from banaserve.base.statistics import median
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
 from banaserve_bench.results import result
+from banaserve_bench.statistics import median
 
 _LENGTHS = (8, 16, 32, 64, 128, 256)
 _NUM_STREAMS = 4

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from banaserve.base import models
 from banaserve.base.arguments import Parser, positive
-from banaserve.base.statistics import median
 from banaserve_bench.datasets import prompts
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve_bench.loadgen.servers import banaserve_server, end_on_sigterm
 from banaserve_bench.results import result
+from banaserve_bench.statistics import median
 
 _WINDOW_S = 1.5
 _CONTEXT_TOKENS = 40_000

@@ -23,10 +23,10 @@ from rich.progress import Progress
 
 from banaserve.base import models
 from banaserve.base.arguments import Parser, positive
-from banaserve.base.statistics import median
 from banaserve.serving.tracing.spans import SpanName
 from banaserve_bench.loadgen.servers import banaserve_server, end_on_sigterm
 from banaserve_bench.results import result
+from banaserve_bench.statistics import median
 from benchmarks.drivers.otlp_receiver import OtlpReceiver, ReceivedSpan
 
 _OF_REQUEST = (

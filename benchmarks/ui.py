@@ -21,12 +21,12 @@ import numpy as np
 from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
 from banaserve.base.models import miniature
-from banaserve.base.statistics import paired_ratios, percentile
 from banaserve.frontdoor.page.page import page_files
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve_bench.loadgen.loops import closed_loop
 from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
 from banaserve_bench.results import result
+from banaserve_bench.statistics import paired_ratios, percentile
 
 _NAME = "miniature"
 _KEY = "of-this-benchmark"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
 
 class BanaServeError(Exception):
     """Base of every error that banaserve raises on purpose."""
@@ -52,3 +56,11 @@ class NoAnswerError(MigrationError):
 
 class GuestLostError(BanaServeError):
     """A guest died, stalled or sent an invalid answer: its modules come home without their KV."""
+
+
+def one_line(error: BaseException) -> str:
+    """Return the message of ``error`` in one line, after its class unless it is a ``UserError``."""
+    words = _ADDRESS.sub("", " ".join(str(error).split()))
+    if isinstance(error, UserError):
+        return words
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__

@@ -16,7 +16,8 @@ from enum import StrEnum
 from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import Any
 
-from banaserve.base.registry import Registry, one_line
+from banaserve.base.errors import one_line
+from banaserve.base.registry import Registry
 
 
 class PluginGroup(StrEnum):

@@ -44,6 +44,11 @@ class RunDir:
     sockets: Path
 
     @property
+    def store_socket(self) -> Path:
+        """Unix socket on which the run's store listens."""
+        return self.sockets / "kv"
+
+    @property
     def offer(self) -> Path:
         """Unix socket on which the server offers its listening socket for take-over."""
         return self.sockets / _OFFER

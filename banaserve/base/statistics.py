@@ -1,4 +1,4 @@
-"""Statistics that a benchmark reports. Pure."""
+"""Mean of a few independent runs, with its interval. Pure."""
 
 from __future__ import annotations
 
@@ -24,35 +24,13 @@ class Interval(NamedTuple):
     high: float
 
 
-def median(samples: Sequence[float]) -> float:
-    """Return the median; the mean of the middle two for an even number of samples."""
-    return float(np.median(_checked(samples)))
-
-
-def percentile(samples: Sequence[float], percent: float) -> float:
-    """Return the value below which ``percent`` of the samples are, linear between two samples."""
-    if not 0 <= percent <= 100:
-        raise ValueError(f"percentile {percent}: give 0 to 100")
-    return float(np.percentile(_checked(samples), percent))
-
-
-def spread_fraction(samples: Sequence[float]) -> float:
-    """Return (maximum - minimum) / median: 0 where all runs agree, infinite at a zero median."""
-    values = _checked(samples)
-    width = float(values.max() - values.min())
-    middle = abs(median(samples))
-    if width == 0:
-        return 0.0
-    return width / middle if middle else float("inf")
-
-
 def mean_interval(samples: Sequence[float]) -> Interval:
     """Return the mean with its 95% interval by Student's t: for a few independent runs.
 
     Raises:
         ValueError: There are fewer than two samples: one run has no spread.
     """
-    values = _checked(samples)
+    values = as_samples(samples)
     if len(values) < 2:
         raise ValueError("an interval needs at least two samples")
     # Between two tabulated values the smaller number of degrees of freedom errs on the wide side.
@@ -62,20 +40,12 @@ def mean_interval(samples: Sequence[float]) -> Interval:
     return Interval(mean - half, mean, mean + half)
 
 
-def paired_ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Return ours / theirs pair by pair, so that effects on both runs of a pair cancel out.
+def as_samples(samples: Sequence[float]) -> NDArray[np.float64]:
+    """Return the samples as an array.
 
     Raises:
-        ValueError: The lengths differ or a divisor is not above 0.
+        ValueError: There are none, or one is not a finite number.
     """
-    if len(ours) != len(theirs):
-        raise ValueError(f"{len(ours)} samples cannot be paired with {len(theirs)}")
-    if not all(value > 0 for value in theirs):
-        raise ValueError("a ratio needs divisors above 0")
-    return [a / b for a, b in zip(_checked(ours).tolist(), theirs, strict=True)]
-
-
-def _checked(samples: Sequence[float]) -> NDArray[np.float64]:
     values = np.asarray(samples, dtype=np.float64)
     if values.size == 0:
         raise ValueError("no samples")

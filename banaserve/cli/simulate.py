@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from banaserve.base.arguments import AT_LEAST_1, argument, option
-from banaserve.base.digits import interval_text, row
+from banaserve.base.arguments import option
 from banaserve.base.errors import UserError
+from banaserve.base.figure_text import interval_text, row
 from banaserve.base.plugins import PluginGroup
 from banaserve.cli.app import App
 from banaserve.cli.plugins import use_plugins, warn_of_rivalries
@@ -26,7 +26,7 @@ from banaserve.silicon.description import StepTimesDescription
 from banaserve.silicon.install import install
 from banaserve.sim import case as cases
 from banaserve.sim.cluster.cluster import SimCluster
-from banaserve.sim.job import ARRIVALS, AskedSystem, SimulationJob, job
+from banaserve.sim.job import AskedSystem, SimulationJob, job
 from banaserve.sim.load.lengths import DATASETS
 from banaserve.sim.report.chrome_trace import ChromeTrace
 from banaserve.sim.report.result import SIMULATED
@@ -60,67 +60,18 @@ _MOST_MOVES = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulateOptions:
-    """Options of ``banaserve simulate``."""
+class SimulateOptions(AskedSystem):
+    """Options of ``banaserve simulate``: what is simulated, then how often and what is shown."""
 
-    target: str = argument(
-        "a case, a .toml file with one, a trace (Mooncake, Azure), a file of lengths, or alpaca or "
-        "longbench: their lengths",
-        "",
-    )
-    show_list: bool = option("show what comes with it", False, name="--list")
-    system: tuple[str, ...] = option(
-        "one to run, several times for several; else all of a case, or colocated, static and "
-        "elastic",
-        (),
-    )
     policy: str | None = option(
         f"policy of migration: {', '.join(names())}, or a plugin", None, metavar="NAME"
     )
-    profile: str | None = option("a name, or a .toml file", None)
+    show_list: bool = option("show what comes with it", False, name="--list")
     step_times: Path | None = option(
         "description of measured step times, in place of those of the profile",
         None,
         Path,
         metavar="FILE",
-    )
-    pd: tuple[int, int] | None = option(
-        "prefill and decode instances; the colocated system has as many in all (2:2)",
-        None,
-        lambda text: _pair(text),
-        metavar="P:D",
-    )
-    instances: int | None = option(
-        "N instances that begin as both; the static system splits them in halves",
-        None,
-        int,
-        rule=AT_LEAST_1,
-    )
-    colocated: int | None = option(
-        "N instances that do both; without --system the colocated system alone",
-        None,
-        int,
-        rule=AT_LEAST_1,
-    )
-    slo_ttft_s: float | None = option(
-        "longest time to first token of a request that is served well (2; of a case: its own)",
-        None,
-        float,
-    )
-    slo_tpot_s: float | None = option(
-        "longest mean time of an output token after the first (0.1; of a case: its own)",
-        None,
-        float,
-    )
-    rps: float | None = option("mean requests a second", None, float)
-    arrivals: str | None = option(", ".join(ARRIVALS), None)
-    duration_s: float | None = option("time in which requests come", None, float)
-    variation: float = option("variation of the gaps of bursts", 4.0)
-    swing_fraction: float = option("swing of a diurnal rate, in [0, 1)", 0.8, name="--swing")
-    speed: float | None = option("factor by which a trace runs faster", None, float)
-    limit: int | None = option("requests of a trace that are used", None, int)
-    max_output_tokens: int | None = option(
-        "longer answers are cut; for lengths that are drawn", None, int
     )
     seeds: int = option("number of runs, each with the next seed", 1)
     seed: int | None = option("the first seed", None, int)
@@ -135,21 +86,6 @@ class SimulateOptions:
         metavar="FILE",
     )
 
-    def asked(self) -> AskedSystem:
-        """Return the system, the load and the limits that the options name."""
-        if sum(one is not None for one in (self.pd, self.instances, self.colocated)) > 1:
-            raise UserError("give one of --pd, --instances and --colocated")
-        prefill, decode = self.pd or (None, None)
-        is_colocated = self.colocated is not None
-        alike = {one.name for one in fields(self)} & {one.name for one in fields(AskedSystem)}
-        given = {name: getattr(self, name) for name in alike}
-        return AskedSystem(
-            **{**given, "instances": self.colocated if is_colocated else self.instances},
-            systems=self.system or (("colocated",) if is_colocated else ()),
-            prefill=prefill,
-            decode=decode,
-        )
-
 
 def simulate_command(options: SimulateOptions) -> int:
     """Simulate systems under a load, in virtual time; no engine runs."""
@@ -159,7 +95,7 @@ def simulate_command(options: SimulateOptions) -> int:
         return 0
     if not options.target:
         raise UserError("give a case, a trace or a dataset (see `banaserve simulate --list`)")
-    planned = job(options.asked())
+    planned = job(options)
     systems = planned.systems.values()
     asked_names = [(PluginGroup.ROUTING_POLICIES, one.routing) for one in systems]
     asked_names += [(PluginGroup.MIGRATION_POLICIES, one.migration) for one in systems]
@@ -213,13 +149,6 @@ def _decision_log(planned: SimulationJob, path: Path | None) -> SimulatedLog | N
 
 def _deciding(planned: SimulationJob) -> list[str]:
     return [name for name, one in planned.systems.items() if one.migration != "still"]
-
-
-def _pair(pd: str) -> tuple[int, int]:
-    prefill, _, decode = pd.partition(":")
-    if not (prefill.isdecimal() and decode.isdecimal()):
-        raise UserError(f"pd is {pd}: give P:D, such as 2:2")
-    return int(prefill), int(decode)
 
 
 def _run(

@@ -12,28 +12,31 @@ Experts = dict[int, tuple[int, ...]]
 """Routed experts by layer."""
 
 
-class _AdminRequest(msgspec.Struct, frozen=True):
+class _ModulesRequest(
+    msgspec.Struct,
+    frozen=True,
+    tag_field="kind",
+    rename={"source": "from", "target": "to"},
+    forbid_unknown_fields=True,
+):
+    source: str
+
     @property
     def copies_ahead(self) -> bool:
         """Return whether KV is copied while the host serves, not only at a standstill."""
         return True
 
 
-class MoveLayers(
-    _AdminRequest,
-    frozen=True,
-    tag="layers",
-    tag_field="kind",
-    rename={"source": "from", "target": "to"},
-    forbid_unknown_fields=True,
-):
+class _MoveRequest(_ModulesRequest, frozen=True):
+    target: str
+
+
+class MoveLayers(_MoveRequest, frozen=True, tag="layers"):
     """Request to run layers ``layers[0]`` to ``layers[1] - 1`` of ``source`` beside ``target``.
 
     With ``precopy`` false everything is copied at a standstill, for comparison.
     """
 
-    source: str
-    target: str
     layers: tuple[int, int]
     precopy: bool = True
 
@@ -43,66 +46,31 @@ class MoveLayers(
         return self.precopy
 
 
-class MoveHeads(
-    _AdminRequest,
-    frozen=True,
-    tag="heads",
-    tag_field="kind",
-    rename={"source": "from", "target": "to"},
-    forbid_unknown_fields=True,
-):
+class MoveHeads(_MoveRequest, frozen=True, tag="heads"):
     """Request to run some KV heads of ``source``, with their query heads, beside ``target``."""
 
-    source: str
-    target: str
     heads: Heads
 
 
-class MoveContext(
-    _AdminRequest,
-    frozen=True,
-    tag="context",
-    tag_field="kind",
-    rename={"source": "from", "target": "to"},
-    forbid_unknown_fields=True,
-):
+class MoveContext(_MoveRequest, frozen=True, tag="context"):
     """Request to attend beside ``target`` over older KV blocks of a range of layers.
 
     The layers are ``layers[0]`` to ``layers[1] - 1``. Older blocks are those that are full at the
     time of the move; blocks that fill later stay on ``source``.
     """
 
-    source: str
-    target: str
     layers: tuple[int, int]
 
 
-class MoveExperts(
-    _AdminRequest,
-    frozen=True,
-    tag="experts",
-    tag_field="kind",
-    rename={"source": "from", "target": "to"},
-    forbid_unknown_fields=True,
-):
+class MoveExperts(_MoveRequest, frozen=True, tag="experts"):
     """Request to compute some routed experts of ``source`` beside ``target``; the router stays."""
 
-    source: str
-    target: str
     experts: Experts
 
 
-class Return(
-    _AdminRequest,
-    frozen=True,
-    tag="return",
-    tag_field="kind",
-    rename={"source": "from"},
-    forbid_unknown_fields=True,
-):
+class Return(_ModulesRequest, frozen=True, tag="return"):
     """Request to return modules of ``source`` home: the layers, heads or experts named, or all."""
 
-    source: str
     layers: tuple[int, int] | None = None
     heads: Heads | None = None
     experts: Experts | None = None

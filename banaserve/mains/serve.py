@@ -12,16 +12,19 @@ import secrets
 import socket
 import time
 from argparse import Namespace
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.types import ASGIApp
 
 from banaserve.base.clock import Clock, WallClock
-from banaserve.base.config import SLO_AWARE, ServeConfig
+from banaserve.base.config import ServeConfig
 from banaserve.base.errors import BanaServeError, InstanceDeadError, UserError
+from banaserve.base.orchestrator_config import SLO_AWARE
 from banaserve.base.platform.packages import vllm_version
 from banaserve.base.run_dir import AdminAccess, RunDir, remove_admin, write_admin
 from banaserve.base.types import InstanceId, Role
@@ -113,7 +116,6 @@ class Parts:
         instance_bytes: Memory of one instance on a CPU; 0 on GPUs, whose memory is not shared by
             instances.
         time: Description of modelled time for the user; empty in real time.
-        model_name: Name of the model in the API.
         by_role: Engines for the roles that need different ones.
     """
 
@@ -123,12 +125,15 @@ class Parts:
     launcher: Launcher
     front: FrontSocket
     run: RunDir
-    store_socket: str
     make_settings: Make
-    instance_bytes: int = 0
-    time: str = ""
-    model_name: str = ""
-    by_role: Mapping[Role, RoleEngine] = field(default_factory=dict)
+    instance_bytes: int
+    time: str
+    by_role: Mapping[Role, RoleEngine]
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model in the API."""
+        return str(self.engine_config.model_config.served_model_name)
 
 
 async def serve(parts: Parts, say: Say, on_open: Callable[[str], None]) -> None:
@@ -145,22 +150,19 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[str], None]) -> None:
         InstanceDeadError: No instance can be restarted; nothing is left running.
     """
     signals = StopSignals()
-    stop = signals.stop
-    async with contextlib.AsyncExitStack() as stack:
+    async with AsyncExitStack() as stack:
         max_log_bytes = parse_size(parts.config.log_max_size) if parts.config.log_max_size else 0
         await stack.enter_async_context(rotating(parts.run.logs, max_log_bytes))
         stack.push_async_callback(parts.launcher.leave)
-        if not await _unless(stop, asyncio.create_task(parts.launcher.open(say))):
+        if not await _unless(signals.stop, parts.launcher.open(say)):
             return
-        if parts.config.kv_store:
-            await stack.enter_async_context(_store(parts, say))
+        await _start_store(stack, parts, say)
         factory = _factory(parts)
         cluster = _cluster(parts, factory)
         router = _router(parts.config, cluster)
         stack.callback(router.lookups.close)
         stack.push_async_callback(cluster.stop)
-        starting = asyncio.create_task(_start(cluster, say))
-        if not await _unless(stop, starting):
+        if not await _unless(signals.stop, _start(cluster, say)):
             return
         client = await _connect(parts, router)
         stack.callback(client.shutdown)
@@ -174,58 +176,69 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[str], None]) -> None:
                 parts.config.migration_transport,
             )
         )
-        control = await stack.enter_async_context(
-            _controlling(parts, router, factory, coordinator, client)
-        )
+        control = _start_control(stack, parts, router, factory, coordinator, client)
         collector = TraceCollector(cluster.instances, WallClock(), lambda: coordinator.committed)
-        traces = Traces(client.requests, collector)
-        client.tracer = await stack.enter_async_context(_tracing(parts, collector))
+        client.tracer = _tracer(stack, parts, collector)
         grammars = GrammarChecker(client.grammar_vocabulary)
         stack.callback(grammars.close)
         closing = ClosingMiddleware(await _app(parts, client, cluster, factory, grammars))
         key = parts.config.admin_key or secrets.token_urlsafe(32)
         page = _page(parts, control, coordinator, client)
-        if page is not None:
-            stack.callback(page.viewers.close)
+        traces = Traces(client.requests, collector)
         app: ASGIApp = AdminMiddleware(closing, coordinator, key, control, traces, page)
         if page is not None:
+            stack.callback(page.viewers.close)
             app = PageMiddleware(app, PageInfo("live", parts.model_name, parts.time))
         sock = await parts.front.obtain(say)
         server = ApiServer(app, sock, parts.args, _edge_limits(parts.config, say))
         closed = await server.open()
         await parts.front.serves(say)
-        offer = await stack.enter_async_context(_offering(parts, sock, server))
+        offer = await _offer(stack, parts, sock, server)
         _write_admin(parts, sock, key)
         on_open(page.access.new_code() if page is not None else "")
-        over = (stop, offer.retired, cluster.supervisor.failed)
+        over = (signals.stop, offer.retired, cluster.supervisor.failed)
         await asyncio.wait(
             {closed, *(asyncio.create_task(event.wait()) for event in over)},
             return_when=asyncio.FIRST_COMPLETED,
         )
-        drain_s = parts.config.drain_timeout_s
         if page is not None:
             page.viewers.close()  # browsers reconnect, to the next server
-        if offer.retired.is_set():
-            say(
-                f"process {offer.taker} has taken the front door over: {closing.num_requests} "
-                f"requests are under way, waiting up to {drain_s:g} s for them and for open "
-                "connections"
-            )
-            await until_none(server.num_connections, drain_s, signals.now, cluster.serving)
-        elif closing.num_requests and drain_s and stop.is_set() and not signals.now.is_set():
-            say(
-                f"{closing.num_requests} requests are under way: waiting up to {drain_s:g} s for "
-                "them; a second signal ends it now"
-            )
-        if not offer.retired.is_set():
-            await closing.close(drain_s, signals.now, cluster.serving)
+        await _end_requests(
+            parts.config.drain_timeout_s, signals, offer, closing, server, cluster, say
+        )
         say("stopping")
         server.close()
         cluster.refuse()
         with contextlib.suppress(asyncio.CancelledError):
             await closed
-        if cluster.supervisor.failed.is_set() and not stop.is_set():
+        if cluster.supervisor.failed.is_set() and not signals.stop.is_set():
             raise InstanceDeadError(_given_up(cluster))
+
+
+async def _end_requests(
+    drain_s: float,
+    signals: StopSignals,
+    offer: SocketOffer,
+    closing: ClosingMiddleware,
+    server: ApiServer,
+    cluster: Cluster,
+    say: Say,
+) -> None:
+    """Wait for requests under way, up to ``drain_s``; for connections too after a take-over."""
+    if offer.retired.is_set():
+        say(
+            f"process {offer.taker} has taken the front door over: {closing.num_requests} "
+            f"requests are under way, waiting up to {drain_s:g} s for them and for open "
+            "connections"
+        )
+        await until_none(server.num_connections, drain_s, signals.now, cluster.serving)
+        return
+    if closing.num_requests and drain_s and signals.stop.is_set() and not signals.now.is_set():
+        say(
+            f"{closing.num_requests} requests are under way: waiting up to {drain_s:g} s for "
+            "them; a second signal ends it now"
+        )
+    await closing.close(drain_s, signals.now, cluster.serving)
 
 
 def _given_up(cluster: Cluster) -> str:
@@ -234,8 +247,9 @@ def _given_up(cluster: Cluster) -> str:
     return f"no instance can be started again, and all have been given up: {words}"
 
 
-async def _unless(stop: asyncio.Event, task: asyncio.Task[None]) -> bool:
-    """Wait for ``task`` or a signal; return False if the signal came first."""
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Run ``work`` until its end or a signal; return False if the signal came first."""
+    task = asyncio.create_task(work)
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
@@ -247,35 +261,28 @@ async def _unless(stop: asyncio.Event, task: asyncio.Task[None]) -> bool:
     return True
 
 
-@contextlib.asynccontextmanager
-async def _store(parts: Parts, say: Say) -> AsyncIterator[SupervisedStore]:
+async def _start_store(stack: AsyncExitStack, parts: Parts, say: Say) -> None:
+    """Start the store, if the server has one; ``stack`` ends it."""
+    if not parts.config.kv_store:
+        return
     options = parts.launcher.local_store(StoreOptions.of(parts.config))
     say(f"starting the KV cache store ({options.size})")
-    store = SupervisedStore(
-        parts.run.sockets / "kv",
-        options,
-        parts.run.logs / "kvstore.log",
-        metrics.STORE_RESTARTS.inc,
-    )
-    try:
-        await store.start()
-        for problem in await store.problems():
-            if parts.config.take_over is not None:
-                raise UserError(f"--take-over: no server is replaced by one {problem}")
-            say(problem)
-        parts.launcher.follow_peers(store.set_peers)
-        yield store
-    finally:
-        await store.stop()
+    log = parts.run.logs / "kvstore.log"
+    store = SupervisedStore(parts.run.store_socket, options, log, metrics.STORE_RESTARTS.inc)
+    stack.push_async_callback(store.stop)
+    await store.start()
+    for problem in await store.problems():
+        if parts.config.take_over is not None:
+            raise UserError(f"--take-over: no server is replaced by one {problem}")
+        say(problem)
+    parts.launcher.follow_peers(store.set_peers)
 
 
-@contextlib.asynccontextmanager
-async def _tracing(parts: Parts, collector: TraceCollector) -> AsyncIterator[OtlpTracer | None]:
-    """Yield the tracer; None without ``--otlp-traces-endpoint``, and OpenTelemetry is not used."""
+def _tracer(stack: AsyncExitStack, parts: Parts, collector: TraceCollector) -> OtlpTracer | None:
+    """Return the tracer; None without ``--otlp-traces-endpoint``, and OpenTelemetry is not used."""
     endpoint = parts.args.otlp_traces_endpoint
     if endpoint is None:
-        yield None
-        return
+        return None
     from banaserve.serving.tracing.otlp import OtlpTracer
 
     try:
@@ -284,10 +291,8 @@ async def _tracing(parts: Parts, collector: TraceCollector) -> AsyncIterator[Otl
         raise UserError(f"--otlp-traces-endpoint {endpoint}: {wrong}") from wrong
     tracer = OtlpTracer(exporter, collector, parts.model_name)
     tracer.start()
-    try:
-        yield tracer
-    finally:
-        await tracer.close()
+    stack.push_async_callback(tracer.close)
+    return tracer
 
 
 def _factory(parts: Parts) -> InstanceFactory:
@@ -347,7 +352,7 @@ async def _connect(parts: Parts, router: Router) -> DisaggregatedClient:
         found = [one for answer in answers if (one := asked.read(answer)) is not None]
         assert len(found) == len(answers), "with a store every worker has a connector"
         check_alike(found)
-        lookup = PrefixLookup(parts.engine_config, found[0], parts.store_socket)
+        lookup = PrefixLookup(parts.engine_config, found[0], str(parts.run.store_socket))
         weights = next(iter(router.cluster.instances.values())).weights
         router.lookups.by_weights[weights] = lookup
     return client
@@ -411,8 +416,7 @@ async def _app(
 
 
 def _store_stats(parts: Parts) -> Callable[[], StoreStats] | None:
-    socket_path = Path(parts.store_socket)
-    return (lambda: fetch_stats(socket_path)) if parts.config.kv_store else None
+    return partial(fetch_stats, parts.run.store_socket) if parts.config.kv_store else None
 
 
 def _page(
@@ -421,8 +425,7 @@ def _page(
     """Return the page's data source; None with ``--no-ui``."""
     if not parts.config.ui:
         return None
-    ask = _store_stats(parts)
-    return LivePage(control, coordinator, client.requests, WallClock(), ask)
+    return LivePage(control, coordinator, client.requests, WallClock(), _store_stats(parts))
 
 
 def _edge_limits(config: ServeConfig, say: Say) -> EdgeLimits:
@@ -432,18 +435,19 @@ def _edge_limits(config: ServeConfig, say: Say) -> EdgeLimits:
     return limits
 
 
-@contextlib.asynccontextmanager
-async def _controlling(
+def _start_control(
+    stack: AsyncExitStack,
     parts: Parts,
     router: Router,
     factory: InstanceFactory,
     coordinator: Coordinator,
     client: DisaggregatedClient,
-) -> AsyncIterator[Control]:
-    """Yield the control of instances; operations under way are ended at the end of the block."""
+) -> Control:
+    """Start the control of instances; ``stack`` ends the operations that are under way then."""
     clock, config, chosen = WallClock(), parts.config, parts.config.orchestrator
     requests, cluster = client.requests, router.cluster
     roles = Roles(cluster.instances, clock)
+    stack.push_async_callback(roles.stop)
     if chosen.is_elastic:
         requests.observe()
     executor = MoveExecutor(
@@ -463,9 +467,9 @@ async def _controlling(
         time=parts.time,
     )
     log = DecisionLog(chosen.decision_log)
-    options = dilated(options, config.dilate)
-    controller = Controller(executor, options, log, clock, time.time)
+    controller = Controller(executor, dilated(options, config.dilate), log, clock, time.time)
     controller.start()
+    stack.push_async_callback(controller.stop)
     drains = Drains(cluster.instances, roles)
     scaler = Scaler(
         cluster,
@@ -479,59 +483,47 @@ async def _controlling(
         roles_follow_load=chosen.is_elastic and options.mode is Mode.ON,
         has_store=config.kv_store,
     )
-    autoscaler = _autoscaler(config, scaler, executor, controller, clock)
-    if autoscaler is not None:
-        autoscaler.start()
+    stack.push_async_callback(scaler.stop)
+    if config.scale_max:
+        _start_autoscaler(stack, config, scaler, executor, controller)
     restarts = _restarts(parts, router, coordinator, client, lambda: scaler.is_under_way)
+    stack.push_async_callback(restarts.stop)
     nodes = NodeChanges(parts.launcher, scaler, cluster, clock)
     nodes.start()
+    stack.push_async_callback(nodes.stop)
 
     def note_rebalancing(moves: Mapping[InstanceId, Sequence[Stream]]) -> None:
         log.add(rebalancing_of(executor.view(), moves, time.time(), options.time))
 
-    rebalancer = _rebalancer(config, router, clock, note_rebalancing)
-    if rebalancer is not None:
-        rebalancer.start()
-    try:
-        yield Control(controller, executor, roles, drains, scaler, router.policy, restarts, nodes)
-    finally:
-        if rebalancer is not None:
-            await rebalancer.stop()
-        await nodes.stop()
-        await restarts.stop()
-        if autoscaler is not None:
-            await autoscaler.stop()
-        await scaler.stop()
-        await controller.stop()
-        await roles.stop()
+    if config.rebalances and config.kv_store:  # moved streams fetch their KV in the store
+        _start_rebalancer(stack, config, router, note_rebalancing)
+    return Control(controller, executor, roles, drains, scaler, router.policy, restarts, nodes)
 
 
-def _rebalancer(
+def _start_rebalancer(
+    stack: AsyncExitStack,
     config: ServeConfig,
     router: Router,
-    clock: WallClock,
     note: Callable[[Mapping[InstanceId, Sequence[Stream]]], None],
-) -> Rebalancer | None:
-    """Return the rebalancer; None if off or without a store: moved streams fetch their KV there."""
-    if not (config.rebalances and config.kv_store):
-        return None
+) -> None:
     given = {"tpot_s": float(config.routing_section.get("tpot_s", 0.0))}
     options = RebalanceOptions(**stretched(RebalanceOptions, given, config.dilate))
-    return Rebalancer(router.cluster, lambda: router.output_lengths.lengths, options, clock, note)
+    rebalancer = Rebalancer(
+        router.cluster, lambda: router.output_lengths.lengths, options, WallClock(), note
+    )
+    rebalancer.start()
+    stack.push_async_callback(rebalancer.stop)
 
 
-def _autoscaler(
+def _start_autoscaler(
+    stack: AsyncExitStack,
     config: ServeConfig,
     scaler: Scaler,
     executor: MoveExecutor,
     controller: Controller,
-    clock: WallClock,
-) -> Autoscaler | None:
-    """Return the autoscaler; None if the number of instances is not scaled automatically."""
-    if not config.scale_max:
-        return None
+) -> None:
     usual = AutoscaleOptions(config.scale_min, config.scale_max)
-    return Autoscaler(
+    autoscaler = Autoscaler(
         scaler,
         executor.view,
         lambda: controller.status().state is ControllerState.RUNNING,
@@ -540,10 +532,12 @@ def _autoscaler(
             grow_after_s=usual.grow_after_s * config.dilate,
             shrink_after_s=usual.shrink_after_s * config.dilate,
         ),
-        clock,
+        WallClock(),
         config.orchestrator.interval_s,
         by_role=not config.orchestrator.is_elastic,
     )
+    autoscaler.start()
+    stack.push_async_callback(autoscaler.stop)
 
 
 def _restarts(
@@ -553,7 +547,7 @@ def _restarts(
     client: DisaggregatedClient,
     is_scaling: Callable[[], bool],
 ) -> RollingRestarts:
-    store_socket = parts.store_socket if parts.config.kv_store else ""
+    store_socket = str(parts.run.store_socket) if parts.config.kv_store else ""
     admission = Admission(router.lookups, client, store_socket)
     settings = next(iter(router.cluster.instances.values())).settings
     return RollingRestarts(
@@ -598,10 +592,9 @@ def _forecast_routing(config: ServeConfig) -> str:
     return config.routing_policy if config.routing_policy == SLO_AWARE else usual
 
 
-@contextlib.asynccontextmanager
-async def _offering(
-    parts: Parts, sock: socket.socket, server: ApiServer
-) -> AsyncIterator[SocketOffer]:
+async def _offer(
+    stack: AsyncExitStack, parts: Parts, sock: socket.socket, server: ApiServer
+) -> SocketOffer:
     """Let another server take ``sock`` over; ``server`` then accepts no more connections."""
     config = parts.config
     said = Offer(os.getpid(), config.host, config.port, scheme_of(parts.args))
@@ -614,11 +607,9 @@ async def _offering(
         offer.retired.set()
 
     retiring = asyncio.create_task(retire())
-    try:
-        async with offer.open():
-            yield offer
-    finally:
-        retiring.cancel()
+    stack.callback(retiring.cancel)
+    await stack.enter_async_context(offer.open())
+    return offer
 
 
 def scheme_of(args: Namespace) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
 
+from banaserve.base.arguments import AT_LEAST_1, argument, derived, extra, option
 from banaserve.base.errors import UserError
 from banaserve.base.names import check_known
 from banaserve.base.records import read_records
@@ -32,44 +34,95 @@ _EVERY_SYSTEM = ("colocated", "static", "elastic")
 _FILES = (".json", ".jsonl", ".csv", ".zst")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def _parse_pd(text: str) -> tuple[int, int]:
+    prefill, _, decode = text.partition(":")
+    if not (prefill.isdecimal() and decode.isdecimal()):
+        raise UserError(f"pd is {text}: give P:D, such as 2:2")
+    return int(prefill), int(decode)
+
+
+def _instances(known: Namespace) -> int | None:
+    given = [one for one in (known.pd, known.instances, known.colocated) if one is not None]
+    if len(given) > 1:
+        raise UserError("give one of --pd, --instances and --colocated")
+    found: int | None = known.instances if known.colocated is None else known.colocated
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
 class AskedSystem:
     """Options of a simulation; None stands for the target's own value, or the default.
 
+    The help text of an option says what a field means.
+
     Attributes:
-        target: Name of a case, a ``.toml`` file with a case, a trace or file of lengths, or a
-            dataset whose lengths are known.
         systems: Names of the systems to run; empty for all.
-        policy: Migration policy of every system that migrates.
         prefill, decode: Number of instances of each role.
-        instances: Number of instances that begin with both roles; the static system splits them in
-            halves.
-        slo_ttft_s, slo_tpot_s: Latency limits of good service for results and policies, in seconds.
-        rps: Mean arrivals per second; a trace is stretched to this rate.
-        variation: Coefficient of variation of the gaps of bursts.
-        swing_fraction: Swing of a diurnal rate, as a share of its mean.
-        speed: Speed-up of a trace.
-        limit: Number of requests of a trace that are used.
-        max_output_tokens: Length to which longer answers are cut, in tokens.
     """
 
-    target: str
-    systems: Sequence[str] = ()
-    policy: str | None = None
-    profile: str | None = None
-    prefill: int | None = None
-    decode: int | None = None
-    instances: int | None = None
-    slo_ttft_s: float | None = None
-    slo_tpot_s: float | None = None
-    rps: float | None = None
-    arrivals: str | None = None
-    duration_s: float | None = None
-    variation: float = 4.0
-    swing_fraction: float = 0.8
-    speed: float | None = None
-    limit: int | None = None
-    max_output_tokens: int | None = None
+    target: str = argument(
+        "a case, a .toml file with one, a trace (Mooncake, Azure), a file of lengths, or alpaca or "
+        "longbench: their lengths",
+        "",
+    )
+    systems: Sequence[str] = option(
+        "one to run, several times for several; else all of a case, or colocated, static and "
+        "elastic",
+        (),
+        name="--system",
+        read=lambda known: (
+            tuple(known.systems) or (() if known.colocated is None else ("colocated",))
+        ),
+    )
+    policy: str | None = option("policy of migration", None, metavar="NAME")
+    profile: str | None = option("a name, or a .toml file", None)
+    prefill: int | None = derived(
+        None,
+        lambda known: (known.pd or (None, None))[0],
+        extra(
+            "--pd",
+            "prefill and decode instances; the colocated system has as many in all (2:2)",
+            kind=_parse_pd,
+            metavar="P:D",
+        ),
+    )
+    decode: int | None = derived(None, lambda known: (known.pd or (None, None))[1])
+    instances: int | None = option(
+        "N instances that begin as both; the static system splits them in halves",
+        None,
+        int,
+        rule=AT_LEAST_1,
+        read=_instances,
+        also=(
+            extra(
+                "--colocated",
+                "N instances that do both; without --system the colocated system alone",
+                None,
+                int,
+                rule=AT_LEAST_1,
+            ),
+        ),
+    )
+    slo_ttft_s: float | None = option(
+        "longest time to first token of a request that is served well (2; of a case: its own)",
+        None,
+        float,
+    )
+    slo_tpot_s: float | None = option(
+        "longest mean time of an output token after the first (0.1; of a case: its own)",
+        None,
+        float,
+    )
+    rps: float | None = option("mean requests a second", None, float)
+    arrivals: str | None = option(", ".join(ARRIVALS), None)
+    duration_s: float | None = option("time in which requests come", None, float)
+    variation: float = option("variation of the gaps of bursts", 4.0)
+    swing_fraction: float = option("swing of a diurnal rate, in [0, 1)", 0.8, name="--swing")
+    speed: float | None = option("factor by which a trace runs faster", None, float)
+    limit: int | None = option("requests of a trace that are used", None, int)
+    max_output_tokens: int | None = option(
+        "longer answers are cut; for lengths that are drawn", None, int
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from banaserve.base.statistics import median
 from banaserve.base.types import ClusterView, RequestId, RequestView
 from banaserve.orchestrator.control import turn as control
 from banaserve.orchestrator.control.costs.profile import load as load_profile
 from banaserve.orchestrator.control.move_policies import registry as migrations
 from banaserve.orchestrator.control.routing import registry as routings
+from banaserve_bench.statistics import median
 from banaserve_route.policies.fleet import Fleet
 from banaserve_route.policies.interface import PeerView, ReplicaId, ReplicaView, Request
 from banaserve_route.policies.registry import make

@@ -25,7 +25,6 @@ from banaserve.base.arguments import Parser
 from banaserve.base.config import MINIATURE
 from banaserve.base.errors import UserError
 from banaserve.base.names import check_known
-from banaserve.base.statistics import median
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.sim.cluster.cluster import SimCluster
 from banaserve.sim.request import SimRequest
@@ -39,6 +38,7 @@ from banaserve_bench.loadgen.servers import banaserve_server, end_on_sigterm
 from banaserve_bench.results import result
 from banaserve_bench.results.result import ModelledTime, commit
 from banaserve_bench.serving.timeline import decisions_of
+from banaserve_bench.statistics import median
 from benchmarks.cases import num_equal, sampled
 from benchmarks.elastic.paced_cells import CELLS, WARM_UP_S, PacedCell, requests_of
 from benchmarks.elastic.runs import elastic_system

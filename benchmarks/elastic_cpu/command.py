@@ -27,11 +27,11 @@ from tokenizers import Tokenizer
 from banaserve.base import models
 from banaserve.base.arguments import Parser, positive
 from banaserve.base.errors import UserError
-from banaserve.base.statistics import median
 from banaserve_bench.datasets.items import Words
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve_bench.loadgen.servers import end_on_sigterm
 from banaserve_bench.results import result
+from banaserve_bench.statistics import median
 from benchmarks.elastic_cpu.figures import OURS, PEERS, LoadSample, Work, figures, table
 from benchmarks.elastic_cpu.loads import (
     CONCURRENCY,

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from banaserve.base.statistics import median, paired_ratios
 from banaserve_bench.results.result import Figure, figure
+from banaserve_bench.statistics import median, paired_ratios
 
 OURS = "banaserve"
 PEERS = ("round-robin", "prefix-affinity")

@@ -20,9 +20,9 @@ from rich.progress import Progress
 
 from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
-from banaserve.base.statistics import median
 from banaserve_bench.loadgen.servers import end_on_sigterm
 from banaserve_bench.results import result
+from banaserve_bench.statistics import median
 from benchmarks.kvstore.disk import DiskBench, DiskTimes, check_direct
 from benchmarks.kvstore.memory import (
     ARRANGEMENTS,

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from banaserve.base.errors import UserError
-from banaserve.base.statistics import median, paired_ratios, percentile
 from banaserve.contracts.trace_events import (
     CopiesEnded,
     EngineReceived,
@@ -20,6 +19,7 @@ from banaserve.contracts.trace_events import (
     StepsPlanned,
     TraceLine,
 )
+from banaserve_bench.statistics import median, paired_ratios, percentile
 
 HEADLINE_TOKENS = 2_000
 """Context in tokens of the ratio that has a goal."""

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from banaserve.base.errors import UserError
-from banaserve.base.statistics import paired_ratios, percentile
 from banaserve_bench.loadgen.servers import Server, command_server, end_with_parent, free_port
 from banaserve_bench.results import result
+from banaserve_bench.statistics import paired_ratios, percentile
 from benchmarks.router import load
 from benchmarks.router.peers import PEERS, peer_command
 from benchmarks.router.replica import NUM_PARTS

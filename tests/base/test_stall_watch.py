@@ -13,8 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from banaserve.base.platform import processes
-from banaserve.base.platform.processes import StallWatch, is_running
+from banaserve.base.platform import stall_watch
+from banaserve.base.platform.processes import is_running
+from banaserve.base.platform.stall_watch import StallWatch
 from waiting import eventually
 
 
@@ -131,7 +132,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def ticks_of(pid: int) -> int:
-    return processes._ticks(pid)
+    return stall_watch._ticks(pid)
 
 
 def test_one_that_starts_is_watched_from_when_it_is_first_seen(

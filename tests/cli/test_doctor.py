@@ -12,10 +12,12 @@ import pytest
 from banaserve.base import models
 from banaserve.base.config import ServeConfig
 from banaserve.base.errors import UserError
+from banaserve.base.run_dir import RunDir
 from banaserve.cli.doctor import checks, command, facts
 from banaserve.cli.doctor.checks import CheckStatus, Finding
 from banaserve.cli.main import main
 from banaserve.cli.serve import launch, needs
+from banaserve.cli.serve.engine_options import for_vllm
 from banaserve.cli.serve.gpu_words import GpuParts
 from banaserve.frontdoor.edge.limits import edge_limits
 
@@ -139,7 +141,7 @@ def test_doctor_says_of_a_taken_port_what_serve_says(capsys):
 @pytest.mark.deep
 def test_doctor_counts_for_an_instance_what_serve_counts(tmp_path, monkeypatch):
     model = models.resolve(models.PACKAGED, None, print)
-    _, _, engine_config = launch._for_vllm(ServeConfig(), model, str(tmp_path / "kv"), tmp_path)
+    _, _, engine_config = for_vllm(ServeConfig(), model, RunDir(tmp_path, tmp_path))
     counted = launch._instance_bytes(model, engine_config)
     assert facts.instance_bytes(models.PACKAGED) == counted
     monkeypatch.setenv("BANASERVE_CACHE", str(tmp_path))  # as before the first start

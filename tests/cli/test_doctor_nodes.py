@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from banaserve.cli.doctor.checks import CheckStatus
-from banaserve.cli.doctor.node_checks import check_link, check_node
+from banaserve.cli.doctor.nodes import check_link, check_node
 from banaserve.nodes.measuring.survey import LinkReport, NodeReport
 from banaserve.nodes.messages import Inspected, LinkMeasured
 

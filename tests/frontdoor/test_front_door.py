@@ -29,9 +29,10 @@ from banaserve.base.config import ServeConfig
 from banaserve.base.errors import UserError
 from banaserve.base.run_dir import open_run_dir
 from banaserve.base.types import RequestLimits, Role
-from banaserve.cli.serve import launch, needs
+from banaserve.cli.serve import needs
 from banaserve.cli.serve.command_line import parse_serve_argv
-from banaserve.cli.serve.sockets import check_tls
+from banaserve.cli.serve.engine_options import PARALLEL, gives
+from banaserve.cli.serve.launch import check_tls
 from banaserve.engine import engine_args
 from banaserve.engine.compat.engine_errors import last_error_in
 from banaserve.engine.engine_args import refuse_taken
@@ -325,7 +326,7 @@ def test_instances_that_are_left_to_the_load() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "gives"),
+    ("argv", "is_given"),
     [
         (("-tp", "2"), True),
         (("-tp=2",), True),
@@ -334,8 +335,8 @@ def test_instances_that_are_left_to_the_load() -> None:
         ((), False),
     ],
 )
-def test_which_of_vllms_options_are_given(argv: tuple[str, ...], gives: bool) -> None:
-    assert launch._gives(argv, *launch._PARALLEL) is gives
+def test_which_of_vllms_options_are_given(argv: tuple[str, ...], is_given: bool) -> None:
+    assert gives(argv, *PARALLEL) is is_given
 
 
 OTHER_CONNECTOR = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from banaserve.base.errors import ProtocolError, UserError
-from banaserve.base.platform.processes import Pulse
+from banaserve.base.platform.stall_watch import Pulse
 from banaserve.migration.guest.throttle import run_low_priority, start_threads
 from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker
 from banaserve.migration.kv.host_kv import HostKv, blocks_gained, make_slab

@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.cli.serve.command import _page as _page_line
+from banaserve.cli.serve.banner import page_line
 from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.contracts.trace_events import FirstToken
 from banaserve.frontdoor.admin.page_access import CODE_S, PageAccess
@@ -375,7 +375,7 @@ class Terminal(io.StringIO):
 )
 def test_a_terminal_gets_a_link_and_a_log_does_not(argv, terminal, told):
     run: Any = SimpleNamespace(logs=Path("/runs/1"))
-    assert _page_line("http://a:1", parse_serve_argv(argv), run, terminal, "c0de") == told
+    assert page_line("http://a:1", parse_serve_argv(argv), run, terminal, "c0de") == told
 
 
 def test_the_page_can_be_left_out():

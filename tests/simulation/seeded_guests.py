@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from banaserve.base.platform.processes import Pulse
+from banaserve.base.platform.stall_watch import Pulse
 from banaserve.migration.guest.server import GuestServer
 from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.transport.errors import PeerGoneError, RefusedError, StaleEpochError

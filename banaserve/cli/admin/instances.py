@@ -9,7 +9,7 @@ import time
 from banaserve.base.arguments import argument, option
 from banaserve.base.errors import UserError
 from banaserve.base.types import Role
-from banaserve.cli.admin.following import follow
+from banaserve.cli.admin.operation_progress import follow
 from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.app import App
 from banaserve.cli.terminal.console import print_error, print_json

@@ -10,7 +10,7 @@ from typing import Any
 from banaserve.base.arguments import option
 from banaserve.base.errors import UserError
 from banaserve.cli.admin.expert_choice import experts_for
-from banaserve.cli.admin.following import follow
+from banaserve.cli.admin.operation_progress import follow
 from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.admin.views.placement import overlap_words, sharing_line
 from banaserve.cli.app import App

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from banaserve.base.arguments import argument, extra, option
-from banaserve.cli.admin.following import follow
+from banaserve.cli.admin.operation_progress import follow
 from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.admin.views.node_tables import node_rows
 from banaserve.cli.admin.views.status import STYLES

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from banaserve.base.arguments import argument, option
 from banaserve.base.errors import UserError
-from banaserve.cli.admin.following import follow
+from banaserve.cli.admin.operation_progress import follow
 from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.app import App
 from banaserve.contracts.restart_api import RestartRequest, RollingRestart

@@ -49,7 +49,7 @@ def doctor(asked: DoctorOptions) -> int:
             raise UserError("--node and --cluster: give one of them")
         # Engines run on the nodes, so this machine's memory does not matter.
         findings = [one for one in findings if one.name != "memory"]
-        from banaserve.cli.doctor.node_facts import examine_nodes
+        from banaserve.cli.doctor.nodes import examine_nodes
 
         findings += examine_nodes(asked.model, list(asked.node), asked.cluster, asked.cluster_key)
     can_serve = not any(finding.status is CheckStatus.MISSING for finding in findings)

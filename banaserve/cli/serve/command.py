@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import tempfile
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, TextIO
 from urllib.parse import urlsplit
 
-from banaserve.base import models
-from banaserve.base.config import OrchestratorConfig, ServeConfig
+from banaserve.base.config import ServeConfig
+from banaserve.base.models import ResolvedModel, cache
 from banaserve.base.net.descriptors import raise_descriptor_limit
+from banaserve.base.orchestrator_config import OrchestratorConfig
 from banaserve.base.platform.linux import available_memory_bytes
 from banaserve.base.plugins import PluginGroup
-from banaserve.base.run_dir import RunDir, admin_note, open_run_dir
+from banaserve.base.run_dir import RunDir, find_offer, open_run_dir
 from banaserve.cli.plugins import rivalries, use_plugins
 from banaserve.cli.serve import emulation, needs
 from banaserve.cli.serve.command_line import make_parser, parse_serve_argv
-from banaserve.cli.serve.sockets import front_socket
 from banaserve.cli.terminal.console import Say, print_error, timed
 from banaserve.cli.terminal.quiet import quiet
+from banaserve.contracts.environment import set_environment
 from banaserve.frontdoor.bodies.bounds import RequestBounds
-from banaserve.frontdoor.lifecycle.listening_socket import FrontSocket
-from banaserve.frontdoor.page.records import page_link
+from banaserve.frontdoor.lifecycle.listening_socket import BoundSocket, FrontSocket
+from banaserve.frontdoor.lifecycle.take_over import SocketClaim
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.sizes import parse_size
 from banaserve.nodes.server.options import NodeOptions
@@ -36,9 +38,6 @@ from banaserve.orchestrator.planner.forecast_profile import forecast_profile
 from banaserve.orchestrator.planner.loop.decision_log import DecisionLog
 from banaserve.transport import registry as transports
 from banaserve.transport.interface import MIN_SECRET_BYTES, TransportOptions
-
-if TYPE_CHECKING:
-    from banaserve.mains.serve import Parts
 
 __all__ = ["check_config", "make_parser", "serve_command"]
 
@@ -64,7 +63,7 @@ def serve_command(argv: list[str]) -> int:
         print_error(line)
     with (
         Leaving() as leaving,
-        front_socket(config) as front,
+        _front_socket(config) as front,
         open_run_dir(config.run_dir) as run,
         quiet(run.logs / "front.log") as terminal,
         leaving.insisting(),
@@ -117,6 +116,24 @@ def _check_transport(name: str) -> None:
     transports.create(name, options).close()
 
 
+@contextlib.contextmanager
+def _front_socket(config: ServeConfig) -> Iterator[FrontSocket]:
+    """Yield the socket of the front door, bound, or claimed from the server that has it.
+
+    Raises:
+        UserError: The address is in use or not this machine's, or no server there can be taken
+            over.
+    """
+    address = config.host, config.port
+    front: FrontSocket
+    if config.take_over is None:
+        front = BoundSocket(*address)
+    else:
+        front = SocketClaim(find_offer(config.take_over.run_dir, config.port), *address)
+    with contextlib.closing(front):
+        yield front
+
+
 def _asked(config: ServeConfig) -> Iterator[tuple[PluginGroup, str]]:
     """Yield the names in use that plugins can offer."""
     yield PluginGroup.ROUTING_POLICIES, config.routing_policy
@@ -127,72 +144,29 @@ def _asked(config: ServeConfig) -> Iterator[tuple[PluginGroup, str]]:
 
 def _serve(
     config: ServeConfig,
-    model: models.ResolvedModel,
+    model: ResolvedModel,
     front: FrontSocket,
     run: RunDir,
     say: Say,
     terminal: TextIO,
 ) -> None:
     say("loading vLLM")
-    from banaserve.cli.serve import launch
+    available_bytes = available_memory_bytes()
+    _set_environment(config)
+    from banaserve.cli.serve import banner, launch
 
-    with launch.prepared(config, model, front, run) as parts:
-        facts = {
-            "dtype": launch.dtype_words(parts),
-            "model": launch.model_words(parts),
-            "tools": launch.give_tool_parser(parts),
-            "moves": launch.migration_words(parts),
-            "GPUs": launch.gpu_line(parts),
-            "time": parts.time,
-        }
-        pools = launch.pools(parts)
-        launch.run(parts, say, lambda code: _banner(parts, facts, terminal, code, pools=pools))
+    with launch.prepared(config, model, front, run, available_bytes) as parts:
+        facts = banner.facts_of(parts)
+        launch.run_server(parts, say, partial(banner.print_banner, parts, facts, terminal))
 
 
-def _banner(
-    parts: Parts, facts: Mapping[str, str], terminal: TextIO, page_code: str, *, pools: bool
-) -> None:
-    # Not the configuration that was asked for: a pooling model is served with other instances.
-    config, model, run = parts.config, parts.model_name, parts.run
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    url = f"{'https' if parts.args.ssl_certfile else 'http'}://{host}:{config.port}"
-    shape = (
-        f"{config.colocated} colocated"
-        if config.colocated
-        else f"prefill {config.prefill}, decode {config.decode}"
-    )
-    key = ' -H "Authorization: Bearer $BANASERVE_API_KEY"' if config.keys else ""
-    path, asked = "chat/completions", '"messages": [{"role": "user", "content": '
-    asked += '"Name the capital of France."}], "temperature": 0'
-    if pools:
-        path, asked = "embeddings", '"input": "The capital of France."'
-    body = f'{{"model": "{model}", {asked}}}'
-    lines = [
-        "",
-        f"  banaserve serves {model} ({shape})",
-        f"  API    {url}/v1",
-        *([f"  page   {_page(url, config, run, terminal, page_code)}"] if config.ui else []),
-        f"  logs   {Path(run.logs)}",
-        f"  routing  {registry.POLICIES.label(config.routing_policy)}",
-        *(f"  {name:<5}  {words}" for name, words in facts.items() if words),
-        "",
-        f"  curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{body}'",
-        "",
-        "  Ctrl-C ends it.",
-        "",
-    ]
-    print("\n".join(lines), file=terminal, flush=True)
-
-
-def _page(url: str, config: ServeConfig, run: RunDir, terminal: TextIO, code: str) -> str:
-    """Return the address of the page.
-
-    On a terminal it is a link that opens the page once. Collected output may be read by others, so
-    it says only where the key is. The key itself is never printed.
-    """
-    if terminal.isatty():
-        return f"{page_link(url, code)} (opens once; `banaserve ui` gives another)"
-    return f"{url}/ui (its key: {'--admin-key' if config.admin_key else admin_note(run.logs)})"
+def _set_environment(config: ServeConfig) -> None:
+    """Set what vLLM and torch read when they are imported, and what engines inherit."""
+    threads = config.threads_per_instance or max(1, (os.cpu_count() or 1) // config.num_instances)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    # torch's default is a folder of a known name in the temporary folder, which all may write.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.cache_root() / "torchinductor"))
+    set_environment()
 
 
 class Leaving:

@@ -8,8 +8,9 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from banaserve.base.errors import UserError
+from banaserve.base.implementation_checks import check_call, check_class
 from banaserve.base.names import check_known
-from banaserve.base.registry import Registry, check_call, check_class
+from banaserve.base.registry import Registry
 from banaserve.kvstore.tiers.interface import StoreTier
 
 

@@ -15,7 +15,8 @@ import msgspec
 import torch
 
 from banaserve.base.errors import GuestLostError, MigrationError, ProtocolError
-from banaserve.base.platform.processes import ProcessHandle, Pulse
+from banaserve.base.platform.processes import ProcessHandle
+from banaserve.base.platform.stall_watch import Pulse
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.gpu_lane import HostLane
 from banaserve.migration.rpc.tensors import TensorBundle, from_wire

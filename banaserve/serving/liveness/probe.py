@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 
 from banaserve.base.clock import Clock
-from banaserve.base.platform.processes import StallWatch
+from banaserve.base.platform.stall_watch import StallWatch
 from banaserve.engine.compat.config import is_on_cpu
 from banaserve.serving.instance import Instance, State
 from banaserve.serving.liveness.timeouts import ClusterTimeouts

@@ -15,7 +15,7 @@ from html import escape
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from banaserve.base.digits import number
+from banaserve.base.figure_text import number
 from banaserve_bench.report.plots import Plot, PlotGrid, Series
 
 if TYPE_CHECKING:

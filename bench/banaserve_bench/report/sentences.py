@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from banaserve.base.digits import number, row
-from banaserve.base.statistics import spread_fraction
+from banaserve.base.figure_text import number, row
 from banaserve_bench.report.serving_metrics import (
     TOLD_METRICS,
     ServingMetric,
@@ -24,6 +23,7 @@ from banaserve_bench.report.standings import (
 )
 from banaserve_bench.results.result import Figure, Result
 from banaserve_bench.serving.summary import Summary
+from banaserve_bench.statistics import spread_fraction
 
 Systems = Mapping[str, Sequence[Summary]]
 

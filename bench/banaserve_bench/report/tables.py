@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-from banaserve.base.digits import NO_VALUE, interval_text, number, row, scaled, with_half
+from banaserve.base.figure_text import interval_text, number, row, with_half
 from banaserve.base.statistics import mean_interval
 from banaserve_bench.report.serving_metrics import (
     SERVING_METRICS,
@@ -16,6 +16,7 @@ from banaserve_bench.report.serving_metrics import (
 from banaserve_bench.report.standings import Standing, standings
 from banaserve_bench.results.result import Figure
 from banaserve_bench.serving.summary import Summary
+from banaserve_bench.units import NO_VALUE, scaled
 
 Table = list[list[str]]
 LIKE_THE_BEST = "≈"

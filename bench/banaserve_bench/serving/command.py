@@ -27,8 +27,8 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from banaserve.base.arguments import Parser
-from banaserve.base.digits import NO_VALUE, interval_text
 from banaserve.base.errors import UserError
+from banaserve.base.figure_text import interval_text
 from banaserve.base.names import check_known
 from banaserve_bench.datasets.items import Dataset, WantedLengths, Words
 from banaserve_bench.loadgen.arrivals import KINDS
@@ -47,6 +47,7 @@ from banaserve_bench.serving.run import (
     stopped_by_signals,
 )
 from banaserve_bench.serving.summary import LATENCIES, Slo, Summary
+from banaserve_bench.units import NO_VALUE
 
 _ROWS = (
     ("requests/s", "requests_per_s", 1.0),

@@ -5,15 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from banaserve.base.errors import PolicyError, UserError
-from banaserve.base.registry import (
-    Registry,
-    build_options,
-    build_policy,
-    check_class,
-    check_options,
-    one_line,
-)
+from banaserve.base.errors import PolicyError, UserError, one_line
+from banaserve.base.implementation_checks import check_class, check_options
+from banaserve.base.policy_options import build_options, build_policy
+from banaserve.base.registry import Registry
 from banaserve.base.types import ClusterView
 from banaserve.orchestrator.control.move_policies.algorithm1 import Published, Repaired
 from banaserve.orchestrator.control.move_policies.interface import MigrationPlan, MigrationPolicy

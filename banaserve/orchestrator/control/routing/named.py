@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from banaserve.base.errors import NoInstanceError, PolicyError, UserError
-from banaserve.base.registry import one_line
+from banaserve.base.errors import NoInstanceError, PolicyError, UserError, one_line
 from banaserve.base.types import ClusterView, RequestView, Route
 from banaserve.orchestrator.control.routing.interface import RoutingPolicy
 

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from banaserve.base.registry import (
-    OWN,
-    Registry,
-    build_options,
-    build_policy,
-    check_class,
-    check_options,
-)
+from banaserve.base.implementation_checks import check_class, check_options
+from banaserve.base.policy_options import build_options, build_policy
+from banaserve.base.registry import OWN, Registry
 from banaserve.orchestrator.control.routing.interface import RoutingPolicy
 from banaserve.orchestrator.control.routing.legs import LegOptions
 from banaserve.orchestrator.control.routing.named import NamedPolicy

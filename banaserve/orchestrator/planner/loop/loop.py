@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from banaserve.base.clock import Clock
-from banaserve.base.errors import PolicyError
-from banaserve.base.registry import one_line, option_names
+from banaserve.base.errors import PolicyError, one_line
+from banaserve.base.policy_options import option_names
 from banaserve.base.types import Attempt, ClusterView, InstanceId, Step
 from banaserve.contracts.control_api import (
     ControllerState,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import monotonic
 
-from banaserve.base.errors import PolicyError
+from banaserve.base.errors import PolicyError, one_line
 from banaserve.base.net.refusal_log import RefusalLog
-from banaserve.base.registry import one_line
 from banaserve_route.balancer.auth import PEER_FIELD, REGIONS_FIELD
 from banaserve_route.balancer.config import BalancerSettings
 from banaserve_route.balancer.http.request import ClientRequest

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from banaserve.base.digits import interval_text, number, row, scaled, with_half
+from banaserve.base.figure_text import interval_text, number, row, with_half
+from banaserve_bench.units import scaled
 
 
 @pytest.mark.parametrize(
