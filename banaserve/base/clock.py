@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 from typing import Protocol
+
+WAIT_PART_S = 0.25
+"""Maximum length of one of the waits that ``wait_parts`` yields, in seconds."""
 
 
 class Clock(Protocol):
@@ -27,3 +31,15 @@ class WallClock:
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
+
+
+def wait_parts(total_s: float) -> Iterator[float]:
+    """Yield the lengths of the short waits of which a wait of ``total_s`` seconds consists.
+
+    A short wait that ends late counts only with its length: while the whole machine stands still,
+    a peer cannot answer either.
+    """
+    while total_s > WAIT_PART_S:
+        yield WAIT_PART_S
+        total_s -= WAIT_PART_S
+    yield max(0.0, total_s)

@@ -219,7 +219,8 @@ def test_a_stall_of_the_whole_machine_does_not_count_as_silence() -> None:
     async def stall_between_messages(link: NodeLink) -> None:
         for _ in range(3):
             asyncio.get_running_loop().call_soon(time.sleep, 0.5)  # both sides run in this loop
-            await asyncio.sleep(0.55)
+            for _ in range(10):  # the other side's timer is handled before this side sends
+                await asyncio.sleep(0)
             await link.send(Done())
 
     async def run() -> None:

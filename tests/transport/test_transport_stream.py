@@ -3,17 +3,44 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from threading import Barrier
 from time import monotonic, sleep
+from types import SimpleNamespace
 
 import pytest
 
+from banaserve.transport.channels import stream as streams
 from banaserve.transport.channels.stream import SocketStream
 from banaserve.transport.errors import PeerGoneError
 
 THREADS = 4
+
+
+class StallingPoll:
+    """A poll during whose first waits the whole machine stands still: nothing comes, all is late.
+
+    Args:
+        clock: Present time in seconds; a stall advances it by ten seconds.
+        num_stalls: Number of waits that stall, after which ``resume`` is called.
+    """
+
+    def __init__(self, clock: list[float], num_stalls: int, resume: Callable[[], None]) -> None:
+        self._clock, self._left, self._resume = clock, num_stalls, resume
+        self._poll = select.poll()
+        self.register = self._poll.register
+
+    def poll(self, timeout_ms: float) -> list[tuple[int, int]]:
+        if self._left > 0:
+            self._left -= 1
+            self._clock[0] += 10.0
+            return []
+        self._resume()
+        return self._poll.poll(timeout_ms)
 
 
 def test_each_descriptor_is_closed_once_whoever_closes(monkeypatch):
@@ -88,3 +115,24 @@ def test_what_is_large_in_all_is_received_where_it_belongs(monkeypatch):
     assert all(target == bytes([1]) * 8_192 for target in targets[:-1])
     ours.close()
     theirs.close()
+
+
+@pytest.mark.parametrize(("num_stalls", "is_lost"), [(3, False), (4, True)])
+def test_a_stall_of_the_whole_machine_does_not_count_against_the_peer(
+    monkeypatch, num_stalls, is_lost
+):
+    ours, theirs = socket.socketpair()
+    clock = [0.0]
+
+    def make_poll() -> StallingPoll:
+        return StallingPoll(clock, num_stalls, lambda: theirs.sendall(b"rest"))
+
+    monkeypatch.setattr(streams, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(
+        streams, "select", SimpleNamespace(poll=make_poll, POLLIN=1, POLLOUT=4, POLLNVAL=32)
+    )
+    stream, target = SocketStream(ours), bytearray(4)
+    with theirs, pytest.raises(PeerGoneError) if is_lost else nullcontext():
+        stream.read_into(memoryview(target), deadline=1.0)  # the wait of a second has four parts
+        assert target == b"rest"
+    stream.close()

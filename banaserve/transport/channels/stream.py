@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from banaserve.base.clock import wait_parts
 from banaserve.base.platform.linux import open_peer_pidfd
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError
 
@@ -172,8 +173,10 @@ class SocketStream:
         return count
 
     def _wait(self, poll: select.poll, deadline: float) -> None:
-        events = poll.poll(max(0.0, deadline - time.monotonic()) * 1000.0)
-        if not events:
+        for part_s in wait_parts(deadline - time.monotonic()):
+            if events := poll.poll(part_s * 1000.0):
+                break
+        else:
             raise TransferTimeoutError("the peer has not answered in time")
         # Bytes that a process sent before its death are still read.
         if len(events) == 1 and events[0][0] == self._pidfd:

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 
+from banaserve.base.clock import wait_parts
 from banaserve.transport.errors import (
     PeerGoneError,
     TransferCancelledError,
@@ -54,7 +55,7 @@ class Ticket:
         """
         if self._may_help and timeout_s > 0:
             self._region.help_with(self)
-        if not self._ended.wait(max(0.0, timeout_s)):
+        if not any(self._ended.wait(part_s) for part_s in wait_parts(timeout_s)):
             raise TransferTimeoutError(f"a transfer has not ended within {timeout_s:g} s")
         if self._error is not None:
             # A copy, so that two waiting threads do not write to one traceback.

@@ -1,1 +1,4 @@
-"""Uses of vLLM in the server's process: API server, clients of engines, tool calls, GPUs."""
+"""Uses of vLLM in the server's process: API server, clients of engines, tool calls, GPUs.
+
+Entry: ``server``.
+"""

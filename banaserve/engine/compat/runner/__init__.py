@@ -1,1 +1,4 @@
-"""Uses of vLLM in workers and guests: models, attention, experts and CUDA graphs."""
+"""Uses of vLLM in workers and guests: models, attention, experts and CUDA graphs.
+
+Entry: ``model``.
+"""
