@@ -29,9 +29,7 @@ def simulated(load: Load) -> Recorded:
     timeline = Timeline()
     steps: list[tuple[int, int]] = []
     finished: list[tuple[int, int]] = []
-    limits = EngineLimits(
-        load.step_tokens, load.max_requests, WATERMARK_FRACTION, load.plans_ahead
-    )
+    limits = EngineLimits(load.step_tokens, load.max_requests, WATERMARK_FRACTION, load.plans_ahead)
     engine = SimEngine(
         "e0",
         timeline,
