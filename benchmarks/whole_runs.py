@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import csv
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -50,7 +50,10 @@ _WITHOUT_ASYNC = "0.12.0"
 """Version whose runs plan one step at a time."""
 _LEAST_RUNS = 6
 """Runs that six constants are fitted on, at least."""
-_FITS = 2
+_LEAST_FACTOR = 0.01
+_FITS = 4
+_TPOT_WEIGHT = 5
+"""Errors of TPOT are to be a fifth of those of TTFT."""
 _REWEIGHTED = 20
 _SAME = 0.01
 """Relative error below which runs weigh equally in a fit."""
@@ -82,6 +85,11 @@ class WholeRun(NamedTuple):
     output_tokens: int
     ttft_s: float
     tpot_s: float
+
+    @property
+    def is_fitted(self) -> bool:
+        """True if constants may be fitted on this run."""
+        return is_fitted(self.id)
 
     @property
     def group(self) -> tuple[str, ...]:
@@ -265,8 +273,8 @@ def read_runs() -> list[WholeRun]:
     path = Path(package.origin).with_name("systems") / "silicon_sample.csv"
     with path.open(encoding="utf-8", newline="") as rows:
         runs = [_run(row) for row in csv.DictReader(rows) if _is_usable(row)]
-    seen = {run[1:] for run in runs if is_fitted(run.id)}
-    return [run for run in runs if is_fitted(run.id) or run[1:] not in seen]
+    seen = {run[1:] for run in runs if run.is_fitted}
+    return [run for run in runs if run.is_fitted or run[1:] not in seen]
 
 
 def _is_usable(row: dict[str, str]) -> bool:
@@ -321,19 +329,16 @@ def _judged(
     first: dict[tuple[Any, ...], Engine] = {}
     for key, ran in by_engine.items():
         engines = [one for kinds in _kinds(ran[0]) if (one := engine_of(ran[0], kinds))]
-        even = [run for run in ran if is_fitted(run.id)]
+        even = [run for run in ran if run.is_fitted]
         if engines and even:
             first[key] = engines[0]
             near = even[:_LEAST_RUNS]
             chosen[key] = min(engines, key=lambda one: _distance(one, near))
-    fitted = [run for run in runs if run.engine in chosen and is_fitted(run.id)]
-    judged = [run for run in runs if run.engine in chosen and not is_fitted(run.id)]
-    if len(fitted) < _LEAST_RUNS or not judged:
+    even_runs = [run for run in runs if run.engine in chosen and run.is_fitted]
+    judged = [run for run in runs if run.engine in chosen and not run.is_fitted]
+    if len(even_runs) < _LEAST_RUNS or not judged:
         return None
-    constants = _START
-    for _ in range(_FITS):
-        found = [chosen[run.engine].simulated(run, constants) for run in fitted]
-        constants = fit(fitted, found, constants)
+    constants = fitted(even_runs, chosen)
     return constants, {
         "summed": errors(judged, [first[run.engine].simulated(run, _NONE) for run in judged]),
         "fitted": errors(judged, [chosen[run.engine].simulated(run, constants) for run in judged]),
@@ -352,13 +357,30 @@ def _distance(engine: Engine, runs: Sequence[WholeRun]) -> float:
     )
 
 
-def fit(runs: Sequence[WholeRun], found: Sequence[Simulated], known: Constants) -> Constants:
+def fitted(runs: Sequence[WholeRun], engines: Mapping[tuple[Any, ...], Engine]) -> Constants:
+    """Return the constants with the least errors of TPOT and TTFT over ``runs``.
+
+    Which requests share a step changes with the constants, so a fit to the parts of a simulated run
+    is not always better than the one before.
+    """
+    constants, tried = _START, []
+    for _ in range(_FITS):
+        found = [engines[run.engine].simulated(run, constants) for run in runs]
+        wrong = errors(runs, found)
+        lost = _TPOT_WEIGHT * sum(map(abs, wrong["tpot"])) + sum(map(abs, wrong["ttft"]))
+        tried.append((lost, constants))
+        constants = _fit(runs, found, constants)
+    return min(tried, key=lambda one: one[0])[1]
+
+
+def _fit(runs: Sequence[WholeRun], found: Sequence[Simulated], known: Constants) -> Constants:
     """Return the constants with which the parts of simulated runs come nearest to the real ones."""
     decode, prompt, host_s, request_s = _nearest(
         np.array([one.parts for one in found]), np.array([run.tpot_s for run in runs])
     )
     in_flight = 1 if runs[0].version == _WITHOUT_ASYNC else 2
-    engine = EngineConstants(host_s, request_s, decode, prompt, in_flight)
+    factors = (max(_LEAST_FACTOR, one) for one in (decode, prompt))
+    engine = EngineConstants(host_s, request_s, *factors, in_flight)
     lengths = np.array([run.prompt_tokens for run in runs], dtype=float)
     ways_s = known.way_s + known.way_token_s * lengths
     left_s = np.array([run.ttft_s - one.ttft_s for run, one in zip(runs, found, strict=True)])
