@@ -100,3 +100,19 @@ def test_a_simulation_takes_them_and_names_them(
     shown = capsys.readouterr().out
     assert "step times made-up (a test)" in shown
     assert "ttft p99, ms (±25.0%)" in shown
+
+
+def test_a_request_waits_for_one_step_more_if_steps_are_planned_ahead(
+    described: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = described.with_name("trace.jsonl")
+    lines = [{"t": n / 10, "input_length": 100, "output_length": 90} for n in range(20)]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ttft_s = []
+    for steps in (1, 2):
+        described.write_text(f"{_HEAD}{_ENGINE}steps_in_flight = {steps}\n{_ERROR}{_FILES}")
+        command = ["simulate", str(trace), "--colocated", "1", "--profile", "llama-3.1-8b-h100"]
+        assert main([*command, "--step-times", str(described), "--json"]) == 0
+        result = json.loads(capsys.readouterr().out)["runs"][0]["systems"]["colocated"]
+        ttft_s.append(result["ttft_p50_s"])
+    assert ttft_s[1] > 1.2 * ttft_s[0]
