@@ -211,37 +211,33 @@ def main(argv: Sequence[str]) -> int:
     for run in read_runs():
         if given.model in run.model:
             groups[run.group].append(run)
-    kinds = ("summed", "fitted")
-    samples: dict[tuple[str, str], list[float]] = defaultdict(list)
-    table = Table("model, GPU, precision, vLLM", "runs", "decode, prompt, ms, us", *kinds)
+    table = Table("runs", "number", "decode, prompt, ms, us", *_KINDS)
+    samples: dict[str, list[Floats]] = defaultdict(list)
     for group, runs in sorted(groups.items()):
         found = _judged(runs)
         if found is None:
             continue
-        constants, wrong = found
-        known = constants.engine
-        for kind in kinds:
-            for key, values in wrong[kind].items():
-                samples[kind, key] += values
-        table.add_row(
-            ", ".join(group),
-            str(len(wrong["fitted"]["tpot"])),
-            f"{known.decode_factor:.2f}, {known.prompt_factor:.2f}, {known.host_s * 1e3:.1f}, "
-            f"{known.host_request_s * 1e6:.0f}",
-            *(_words(wrong[kind]) for kind in kinds),
-        )
-    everything = {kind: {key: samples[kind, key] for key in _ERRORS} for kind in kinds}
-    table.add_row("all", str(len(samples["fitted", "tpot"])), "", *map(_words, everything.values()))
-    Console(width=170).print(table)
+        known = found.constants.engine
+        factors = f"{known.decode_factor:.2f}, {known.prompt_factor:.2f}"
+        host = f"{known.host_s * 1e3:.1f}, {known.host_request_s * 1e6:.0f}"
+        table.add_row(", ".join(group), *_cells(found.wrong, f"{factors}, {host}"))
+        for of_load, one in zip(found.loads, found.wrong, strict=True):
+            samples[of_load].append(one)
+            samples["all"].append(one)
+    wrong_of = {name: np.array(wrong) for name, wrong in sorted(samples.items())}
+    for name, wrong in wrong_of.items():
+        table.add_row(name, *_cells(wrong))
+    Console(width=160).print(table)
     record = result.result(
         "silicon-runs",
         seed=0,
         options={"model": given.model},
         started_at=started_at,
         figures={
-            f"{kind}_{key}": result.figure(values, "relative error")
-            for kind, of_kind in everything.items()
-            for key, values in of_kind.items()
+            f"{name}, {kind} {key}": result.figure(wrong[:, row, column].tolist(), "relative error")
+            for name, wrong in wrong_of.items()
+            for row, kind in enumerate(_KINDS)
+            for column, key in enumerate(_ERRORS)
         },
         notes=[str(__doc__)],
     )
@@ -249,16 +245,25 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-_ERRORS = ("tpot", "ttft", "latency")
+_KINDS = ("summed", "fitted")
+_ERRORS = ("TPOT", "TTFT", "latency")
 
 
-def _words(wrong: dict[str, list[float]]) -> str:
-    """Return the mean and the median of errors without their signs."""
-    found = [np.abs(wrong[key]) for key in _ERRORS]
-    return ", ".join(
-        f"{name} {one.mean():.1%} ({np.median(one):.1%})"
-        for name, one in zip(_ERRORS, found, strict=True)
-    )
+def _cells(wrong: Floats, constants: str = "") -> list[str]:
+    """Return cells of a row: number of runs, constants, mean and median of errors without signs.
+
+    Args:
+        wrong: [runs, kinds, errors].
+    """
+    means, medians = np.abs(wrong).mean(axis=0), np.median(np.abs(wrong), axis=0)
+    words = [
+        ", ".join(
+            f"{name} {mean:.1%} ({median:.1%})"
+            for name, mean, median in zip(_ERRORS, *of_kind, strict=True)
+        )
+        for of_kind in zip(means, medians, strict=True)
+    ]
+    return [str(len(wrong)), constants, *words]
 
 
 def read_runs() -> list[WholeRun]:
@@ -318,10 +323,16 @@ class Engine(NamedTuple):
         return ClosedLoop(run, self.times, self.kv_tokens, constants).run(run.clients)
 
 
-def _judged(
-    runs: Sequence[WholeRun],
-) -> tuple[Constants, dict[str, dict[str, list[float]]]] | None:
-    """Return a group's constants and the errors of its odd runs; None if too few are known."""
+class Judged(NamedTuple):
+    """Constants of a group and the errors of its odd runs, signed: [runs, kinds, errors]."""
+
+    constants: Constants
+    loads: Sequence[str]
+    wrong: Floats
+
+
+def _judged(runs: Sequence[WholeRun]) -> Judged | None:
+    """Fit a group's constants and judge its odd runs; None if too few are known."""
     by_engine: dict[tuple[Any, ...], list[WholeRun]] = defaultdict(list)
     for run in runs:
         by_engine[run.engine].append(run)
@@ -339,10 +350,23 @@ def _judged(
     if len(even_runs) < _LEAST_RUNS or not judged:
         return None
     constants = fitted(even_runs, chosen)
-    return constants, {
-        "summed": errors(judged, [first[run.engine].simulated(run, _NONE) for run in judged]),
-        "fitted": errors(judged, [chosen[run.engine].simulated(run, constants) for run in judged]),
-    }
+    summed = errors(judged, [first[run.engine].simulated(run, _NONE) for run in judged])
+    of_fit = errors(judged, [chosen[run.engine].simulated(run, constants) for run in judged])
+    loads = [_load(run, chosen[run.engine]) for run in judged]
+    return Judged(constants, loads, np.stack([summed, of_fit], axis=1))
+
+
+def _load(run: WholeRun, engine: Engine) -> str:
+    """Return the class of a run's load."""
+    if run.clients * (run.prompt_tokens + run.output_tokens) > engine.kv_tokens:
+        return "more than the KV cache holds"
+    return (
+        "to 8 clients"
+        if run.clients <= 8
+        else "to 64 clients"
+        if run.clients <= 64
+        else "to 1024 clients"
+    )
 
 
 def _kinds(run: WholeRun) -> Sequence[dict[str, str]]:
@@ -352,9 +376,8 @@ def _kinds(run: WholeRun) -> Sequence[dict[str, str]]:
 
 
 def _distance(engine: Engine, runs: Sequence[WholeRun]) -> float:
-    return float(
-        np.median(np.abs(errors(runs, [engine.simulated(run, _START) for run in runs])["tpot"]))
-    )
+    found = [engine.simulated(run, _START) for run in runs]
+    return float(np.median(np.abs(errors(runs, found)[:, 0])))
 
 
 def fitted(runs: Sequence[WholeRun], engines: Mapping[tuple[Any, ...], Engine]) -> Constants:
@@ -366,9 +389,8 @@ def fitted(runs: Sequence[WholeRun], engines: Mapping[tuple[Any, ...], Engine]) 
     constants, tried = _START, []
     for _ in range(_FITS):
         found = [engines[run.engine].simulated(run, constants) for run in runs]
-        wrong = errors(runs, found)
-        lost = _TPOT_WEIGHT * sum(map(abs, wrong["tpot"])) + sum(map(abs, wrong["ttft"]))
-        tried.append((lost, constants))
+        tpot, ttft, _ = np.abs(errors(runs, found)).sum(axis=0)
+        tried.append((_TPOT_WEIGHT * tpot + ttft, constants))
         constants = _fit(runs, found, constants)
     return min(tried, key=lambda one: one[0])[1]
 
@@ -405,15 +427,14 @@ def _nearest(columns: Floats, values: Floats, scale: Floats | None = None) -> li
     return found
 
 
-def errors(runs: Sequence[WholeRun], found: Sequence[Simulated]) -> dict[str, list[float]]:
-    """Return the relative error of each run's TPOT, TTFT and latency, signed."""
-    wrong: dict[str, list[float]] = {key: [] for key in _ERRORS}
+def errors(runs: Sequence[WholeRun], found: Sequence[Simulated]) -> Floats:
+    """Return the relative errors of TPOT, TTFT and latency, signed: [runs, 3]."""
+    wrong = []
     for run, one in zip(runs, found, strict=True):
-        wrong["tpot"].append(one.tpot_s / run.tpot_s - 1)
-        wrong["ttft"].append(one.ttft_s / run.ttft_s - 1)
         latency_s = one.ttft_s + (run.output_tokens - 1) * one.tpot_s
-        wrong["latency"].append(latency_s / run.latency_s - 1)
-    return wrong
+        ratios = (one.tpot_s / run.tpot_s, one.ttft_s / run.ttft_s, latency_s / run.latency_s)
+        wrong.append([ratio - 1 for ratio in ratios])
+    return np.array(wrong)
 
 
 def engine_of(run: WholeRun, precisions: dict[str, str]) -> Engine | None:
