@@ -28,6 +28,7 @@ from rich.table import Table
 
 from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
+from banaserve.base.types import InstanceId
 from banaserve.orchestrator.control.costs.profile import load
 from banaserve.silicon.aiconfigurator import AiconfiguratorTimes
 from banaserve.silicon.costs import EngineConstants, MeasuredCosts
@@ -51,6 +52,7 @@ _WITHOUT_ASYNC = "0.12.0"
 _LEAST_RUNS = 6
 """Runs that six constants are fitted on, at least."""
 _LEAST_FACTOR = 0.01
+_MOST_CLIENTS = (8, 64, 1024)
 _FITS = 4
 _TPOT_WEIGHT = 5
 """Errors of TPOT are to be a fifth of those of TTFT."""
@@ -66,7 +68,7 @@ _CHECKPOINTS: dict[tuple[str, str], tuple[str, dict[str, str]]] = {
     ("moonshotai/Kimi-K2.5", "fp4"): ("nvidia/Kimi-K2.5-NVFP4", {}),
 }
 """Checkpoint and precisions of a run, where the model's own config.json does not say them."""
-_PER_TENSOR = ({}, {"gemm": "fp8"}, {"gemm": "fp8", "moe": "fp8"})
+_PER_TENSOR: Sequence[dict[str, str]] = ({}, {"gemm": "fp8"}, {"gemm": "fp8", "moe": "fp8"})
 """Precisions of fp8 checkpoints with block scales; even runs decide which is nearest to vLLM's."""
 
 
@@ -146,7 +148,7 @@ class ClosedLoop:
         engine = constants.engine
         limits = EngineLimits(_STEP_TOKENS, run.clients, plans_ahead=engine.steps_in_flight > 1)
         self._engine = SimEngine(
-            "e0",
+            InstanceId("e0"),
             self._timeline,
             MeasuredCosts(_PROFILE, times, engine),
             limits,
@@ -312,7 +314,7 @@ def _number(row: dict[str, str], key: str) -> int:
     return max(1, int(float(row[key] or 1)))
 
 
-class Engine(NamedTuple):
+class KnownEngine(NamedTuple):
     """Operators of an engine, and the tokens that fit into its KV cache."""
 
     times: GpuStepTimes
@@ -323,7 +325,7 @@ class Engine(NamedTuple):
         return ClosedLoop(run, self.times, self.kv_tokens, constants).run(run.clients)
 
 
-class Judged(NamedTuple):
+class JudgedRuns(NamedTuple):
     """Constants of a group and the errors of its odd runs, signed: [runs, kinds, errors]."""
 
     constants: Constants
@@ -331,13 +333,13 @@ class Judged(NamedTuple):
     wrong: Floats
 
 
-def _judged(runs: Sequence[WholeRun]) -> Judged | None:
+def _judged(runs: Sequence[WholeRun]) -> JudgedRuns | None:
     """Fit a group's constants and judge its odd runs; None if too few are known."""
     by_engine: dict[tuple[Any, ...], list[WholeRun]] = defaultdict(list)
     for run in runs:
         by_engine[run.engine].append(run)
-    chosen: dict[tuple[Any, ...], Engine] = {}
-    first: dict[tuple[Any, ...], Engine] = {}
+    chosen: dict[tuple[Any, ...], KnownEngine] = {}
+    first: dict[tuple[Any, ...], KnownEngine] = {}
     for key, ran in by_engine.items():
         engines = [one for kinds in _kinds(ran[0]) if (one := engine_of(ran[0], kinds))]
         even = [run for run in ran if run.is_fitted]
@@ -353,10 +355,10 @@ def _judged(runs: Sequence[WholeRun]) -> Judged | None:
     summed = errors(judged, [first[run.engine].simulated(run, _NONE) for run in judged])
     of_fit = errors(judged, [chosen[run.engine].simulated(run, constants) for run in judged])
     loads = [_load(run, chosen[run.engine]) for run in judged]
-    return Judged(constants, loads, np.stack([summed, of_fit], axis=1))
+    return JudgedRuns(constants, loads, np.stack([summed, of_fit], axis=1))
 
 
-def _load(run: WholeRun, engine: Engine) -> str:
+def _load(run: WholeRun, engine: KnownEngine) -> str:
     """Return the class of a run's load."""
     if run.clients * (run.prompt_tokens + run.output_tokens) > engine.kv_tokens:
         return "more than the KV cache holds"
@@ -375,12 +377,12 @@ def _kinds(run: WholeRun) -> Sequence[dict[str, str]]:
     return ({},) if is_known else _PER_TENSOR
 
 
-def _distance(engine: Engine, runs: Sequence[WholeRun]) -> float:
+def _distance(engine: KnownEngine, runs: Sequence[WholeRun]) -> float:
     found = [engine.simulated(run, _START) for run in runs]
     return float(np.median(np.abs(errors(runs, found)[:, 0])))
 
 
-def fitted(runs: Sequence[WholeRun], engines: Mapping[tuple[Any, ...], Engine]) -> Constants:
+def fitted(runs: Sequence[WholeRun], engines: Mapping[tuple[Any, ...], KnownEngine]) -> Constants:
     """Return the constants with the least errors of TPOT and TTFT over ``runs``.
 
     Which requests share a step changes with the constants, so a fit to the parts of a simulated run
@@ -401,8 +403,8 @@ def _fit(runs: Sequence[WholeRun], found: Sequence[Simulated], known: Constants)
         np.array([one.parts for one in found]), np.array([run.tpot_s for run in runs])
     )
     in_flight = 1 if runs[0].version == _WITHOUT_ASYNC else 2
-    factors = (max(_LEAST_FACTOR, one) for one in (decode, prompt))
-    engine = EngineConstants(host_s, request_s, *factors, in_flight)
+    decode, prompt = max(_LEAST_FACTOR, decode), max(_LEAST_FACTOR, prompt)
+    engine = EngineConstants(host_s, request_s, decode, prompt, in_flight)
     lengths = np.array([run.prompt_tokens for run in runs], dtype=float)
     ways_s = known.way_s + known.way_token_s * lengths
     left_s = np.array([run.ttft_s - one.ttft_s for run, one in zip(runs, found, strict=True)])
@@ -437,7 +439,7 @@ def errors(runs: Sequence[WholeRun], found: Sequence[Simulated]) -> Floats:
     return np.array(wrong)
 
 
-def engine_of(run: WholeRun, precisions: dict[str, str]) -> Engine | None:
+def engine_of(run: WholeRun, precisions: dict[str, str]) -> KnownEngine | None:
     """Return the engine of ``run`` as the package knows it; None if it lacks operators."""
     from aiconfigurator_core.sdk.memory import estimate_kv_cache
 
@@ -462,7 +464,7 @@ def engine_of(run: WholeRun, precisions: dict[str, str]) -> Engine | None:
         )
     except (UserError, ValueError):
         return None
-    return Engine(times, int(memory["total_kv_size_tokens"]))
+    return KnownEngine(times, int(memory["total_kv_size_tokens"]))
 
 
 if __name__ == "__main__":

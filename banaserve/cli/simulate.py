@@ -332,7 +332,7 @@ def _show(
         print(f"step times {measured.name} ({measured.source})")
         print(f"valid for {measured.valid_for}; errors are of {measured.judged_on}")
     print()
-    print_rows(result_rows(outcomes, measured and measured.error), {})
+    print_rows(result_rows(outcomes, measured.error if measured else None), {})
     if moves := move_rows(outcomes[0]):
         print()
         print_rows(moves, {})

@@ -18,7 +18,7 @@ class EngineConstants:
 
     Attributes:
         host_s: CPU time of a step that the GPU waits for, in seconds.
-        host_request_s: That time's increase for each decoding request, in seconds.
+        host_request_s: Increase of ``host_s`` with each decoding request, in seconds.
         decode_factor: Factor of the GPU's time of steps that only decode.
         prompt_factor: Factor of the GPU's time of steps with prompt tokens.
         steps_in_flight: Number of steps that are planned or run at once: 2 with vLLM's

@@ -10,7 +10,7 @@ from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs.profile import load
 from banaserve.silicon.costs import EngineConstants
 from benchmarks.silicon import LinearTimes
-from benchmarks.whole_runs import Constants, Engine, WholeRun, errors, fitted, read_runs
+from benchmarks.whole_runs import Constants, KnownEngine, WholeRun, errors, fitted, read_runs
 
 _MADE = Constants(EngineConstants(2e-3, 5e-5, 1.25, 1.5), 0.03, 2e-5)
 _ENGINE = Constants(EngineConstants(1e-3, 2e-5))
@@ -25,7 +25,7 @@ def _run(clients: int, prompt_tokens: int, output_tokens: int) -> WholeRun:
 
 
 def test_constants_are_found_again_from_means() -> None:
-    engine = Engine(LinearTimes(load("llama-3.1-8b-h100")), 500_000)
+    engine = KnownEngine(LinearTimes(load("llama-3.1-8b-h100")), 500_000)
     asked = [_run(c, p, o) for c in (2, 8, 32) for p, o in ((200, 100), (2000, 60), (4000, 200))]
     found = [engine.simulated(run, _MADE) for run in asked]
     runs = [
@@ -41,7 +41,7 @@ def test_constants_are_found_again_from_means() -> None:
 
 def test_a_client_sends_its_next_request_when_the_last_one_has_ended() -> None:
     run = _run(1, 100, 10)
-    alone = Engine(LinearTimes(load("llama-3.1-8b-h100")), 500_000).simulated(run, _ENGINE)
+    alone = KnownEngine(LinearTimes(load("llama-3.1-8b-h100")), 500_000).simulated(run, _ENGINE)
     # One request at a time: each token but the first takes one step with one request.
     assert alone.parts[1:] == pytest.approx([0.0, 1.0, 1.0])
 
