@@ -213,16 +213,17 @@ def main(argv: Sequence[str]) -> int:
     for run in read_runs():
         if given.model in run.model:
             groups[run.group].append(run)
-    table = Table("runs", "number", "decode, prompt, ms, us", *_KINDS)
+    table = Table("runs", "number", "factors; CPU; way", *_KINDS)
     samples: dict[str, list[Floats]] = defaultdict(list)
     for group, runs in sorted(groups.items()):
         found = _judged(runs)
         if found is None:
             continue
-        known = found.constants.engine
+        known, way = found.constants.engine, found.constants
         factors = f"{known.decode_factor:.2f}, {known.prompt_factor:.2f}"
-        host = f"{known.host_s * 1e3:.1f}, {known.host_request_s * 1e6:.0f}"
-        table.add_row(", ".join(group), *_cells(found.wrong, f"{factors}, {host}"))
+        host = f"{known.host_s * 1e3:.1f} ms, {known.host_request_s * 1e6:.0f} us"
+        of_way = f"{way.way_s * 1e3:.0f} ms, {way.way_token_s * 1e6:.0f} us"
+        table.add_row(", ".join(group), *_cells(found.wrong, f"{factors}; {host}; {of_way}"))
         for of_load, one in zip(found.loads, found.wrong, strict=True):
             samples[of_load].append(one)
             samples["all"].append(one)
