@@ -112,6 +112,10 @@ BENCHMARKS = {
         "benchmarks.silicon",
         "How wrong are simulated latencies, beside those of a real run on a GPU?",
     ),
+    "silicon-runs": Benchmark(
+        "benchmarks.whole_runs",
+        "How wrong are simulated means, for each model and GPU, beside those of whole runs?",
+    ),
     "simulate-paper": Benchmark(
         "benchmarks.simulate_paper.__main__", "What does the simulator say of BanaServe's figures?"
     ),

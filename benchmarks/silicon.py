@@ -35,6 +35,7 @@ from banaserve.orchestrator.control.costs.profile import (
 )
 from banaserve.orchestrator.control.costs.steps import StepCosts
 from banaserve.silicon.aiconfigurator import AiconfiguratorTimes
+from banaserve.silicon.costs import EngineConstants
 from banaserve.silicon.install import install
 from banaserve.silicon.operator_files import read_operators
 from banaserve.silicon.step_times import GpuStepTimes, graph_sizes
@@ -73,8 +74,13 @@ class RealRequest(NamedTuple):
 
     @property
     def is_fitted(self) -> bool:
-        """True if constants may be fitted on this request, since the hash of its id is even."""
-        return sha256(self.id.encode()).digest()[-1] % 2 == 0
+        """True if constants may be fitted on this request."""
+        return is_fitted(self.id)
+
+
+def is_fitted(name: str) -> bool:
+    """Return whether constants may be fitted on what has this id, since its hash is even."""
+    return sha256(name.encode()).digest()[-1] % 2 == 0
 
 
 class LinearTimes:
@@ -118,8 +124,9 @@ class RunReplay:
         )
         self.fitted = np.array([one.is_fitted for one in run])
 
-    def simulated(self, times: GpuStepTimes, host_s: float) -> Latencies:
+    def simulated(self, times: GpuStepTimes, host_s: float, steps_in_flight: int = 2) -> Latencies:
         """Return the latencies of all requests with these step times."""
+        constants = EngineConstants(host_s, steps_in_flight=steps_in_flight)
         requests = [
             SimRequest(n, one.arrival_s, one.prompt_tokens, one.output_tokens)
             for n, one in enumerate(self._run)
@@ -128,7 +135,7 @@ class RunReplay:
             self._profile,
             self._system,
             requests,
-            watch=lambda cluster: install(cluster, self._profile, times, host_s),
+            watch=lambda cluster: install(cluster, self._profile, times, constants),
         )
         return _latencies(
             [one.arrival_s for one in requests],
@@ -254,10 +261,10 @@ def linear_fit(steps: dict[tuple[int, int, int, int], float], profile: Profile) 
     rows = np.array([[*step, time_s] for step, time_s in steps.items()], dtype=float)
     decode, mixed = rows[rows[:, 0] == 0], rows[rows[:, 0] > 0]
     ones = np.ones(len(decode))
-    fixed_s, context_s, request_s = _least_squares([ones, decode[:, 3], decode[:, 2]], decode[:, 4])
+    fixed_s, context_s, request_s = least_squares([ones, decode[:, 3], decode[:, 2]], decode[:, 4])
     left_s = mixed[:, 4] - context_s * mixed[:, 3] - request_s * mixed[:, 2]
     ones = np.ones(len(mixed))
-    prefill_s, token_s, pair_s = _least_squares([ones, mixed[:, 0], mixed[:, 1]], left_s)
+    prefill_s, token_s, pair_s = least_squares([ones, mixed[:, 0], mixed[:, 1]], left_s)
     return replace(
         profile,
         prefill=PrefillSection(max(prefill_s, fixed_s), token_s, pair_s),
@@ -266,17 +273,18 @@ def linear_fit(steps: dict[tuple[int, int, int, int], float], profile: Profile) 
     )
 
 
-def _least_squares(columns: Sequence[Floats], values: Floats) -> list[float]:
+def least_squares(columns: Sequence[Floats], values: Floats) -> list[float]:
     """Return coefficients of 0 or more; a column whose coefficient would be less is left out."""
+    whole = np.zeros(len(columns))
     used = list(range(len(columns)))
-    while True:
+    while used:
         matrix = np.stack([columns[place] for place in used], axis=1)
         found = np.linalg.lstsq(matrix, values, rcond=None)[0]
         if (found >= 0).all():
+            whole[used] = found
             break
         del used[int(found.argmin())]
-    whole = dict(zip(used, found, strict=True))
-    return [float(whole.get(place, 0.0)) for place in range(len(columns))]
+    return [float(one) for one in whole]
 
 
 def _latencies(

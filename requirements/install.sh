@@ -189,8 +189,8 @@ choose_torch() {
 install_optional() {
     local missing
     bring_uv
-    say 'installing NIXL, Ray and Playwright'
-    install 'installing NIXL, Ray and Playwright' --require-hashes -r requirements/dev-full.txt
+    say 'installing NIXL, Ray, Playwright and aiconfigurator'
+    install 'installing NIXL, Ray, Playwright and aiconfigurator' --require-hashes -r requirements/dev-full.txt
     # Looks for what keeps people out of a page.
     npm_file "$venv/axe-core/axe.min.js" axe-core@4.14.1 axe.min.js \
         1477dafa598d8d065f273d6af302aa203c02e83131707b7fa648cd41bd3d6b734f8c22a0dab86ee6a6f64b8afbe804b214d36db85a2826965edfb3a0b9d546b5 ||

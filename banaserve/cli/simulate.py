@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.orchestrator.control.move_policies.registry import names
 from banaserve.orchestrator.planner.loop.simulated_log import SimulatedLog
 from banaserve.silicon import description as step_times
-from banaserve.silicon.description import StepTimesDescription
+from banaserve.silicon.description import ErrorSection, StepTimesDescription
 from banaserve.silicon.install import install
 from banaserve.sim import case as cases
 from banaserve.sim.cluster.cluster import SimCluster
@@ -55,6 +55,14 @@ _SHOWN = (
     ("refused", "num_refused", 1.0),
     ("moves", "num_moves", 1.0),
 )
+_ERROR_OF = {
+    "e2e_mean_s": "latency",
+    "ttft_p50_s": "ttft",
+    "ttft_p99_s": "ttft_p99",
+    "tpot_p50_s": "tpot",
+    "tpot_p99_s": "tpot_p99",
+}
+"""Error of step times that each figure carries; a median carries the mean's."""
 _MOST_MOVES = 20
 """Maximum number of moves shown for each system; JSON has all."""
 
@@ -197,7 +205,7 @@ def _watcher(
 ) -> Callable[[SimCluster], None]:
     def watch(cluster: SimCluster) -> None:
         if measured is not None:
-            install(cluster, profile, measured.times, measured.host_s)
+            install(cluster, profile, measured.times, measured.constants)
         if trace is not None:
             trace.watch(name, cluster)
         if log is not None:
@@ -236,9 +244,10 @@ def _as_json(
     }
 
 
-def _words(measured: StepTimesDescription) -> dict[str, str]:
+def _words(measured: StepTimesDescription) -> dict[str, Any]:
     """Return where the step times are from, for which range, and how wrong they are."""
-    return {key: getattr(measured, key) for key in ("name", "source", "valid_for", "error")}
+    texts = {key: getattr(measured, key) for key in ("name", "source", "valid_for", "judged_on")}
+    return {**texts, "error": asdict(measured.error)}
 
 
 def _show(
@@ -250,9 +259,9 @@ def _show(
     print(f"{SIMULATED}; profile {planned.profile.name} ({planned.profile.source})")
     if measured is not None:
         print(f"step times {measured.name} ({measured.source})")
-        print(f"valid for {measured.valid_for}; error: {measured.error}")
+        print(f"valid for {measured.valid_for}; errors are of {measured.judged_on}")
     print()
-    print_rows(result_rows(outcomes), {})
+    print_rows(result_rows(outcomes, measured.error if measured else None), {})
     if moves := move_rows(outcomes[0]):
         print()
         print_rows(moves, {})
@@ -261,11 +270,13 @@ def _show(
         print_rows(goals, {"reached": "green", "missed": "bold red"})
 
 
-def result_rows(outcomes: Sequence[Mapping[str, Any]]) -> list[Row]:
+def result_rows(
+    outcomes: Sequence[Mapping[str, Any]], error: ErrorSection | None = None
+) -> list[Row]:
     """Return a row for each figure and a column for each system, with right-aligned numbers.
 
     Figures are those of a single run, or means of several runs with half the width of their 95%
-    interval.
+    interval. Latencies on measured step times carry the relative ``error`` of these.
     """
     systems = list(outcomes[0]["systems"])
     rows = [("figure", *systems)]
@@ -273,7 +284,8 @@ def result_rows(outcomes: Sequence[Mapping[str, Any]]) -> list[Row]:
         samples = [[factor * one["systems"][name][key] for one in outcomes] for name in systems]
         is_one = len(outcomes) == 1
         cells = row([one for [one] in samples]) if is_one else map(interval_text, samples)
-        rows.append((words, *cells))
+        band = f" (±{getattr(error, _ERROR_OF[key]):.1%})" if error and key in _ERROR_OF else ""
+        rows.append((f"{words}{band}", *cells))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         (first, *(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from banaserve.base.errors import UserError
+
+PRECISIONS = ("gemm", "moe", "kvcache", "fmha")
+"""Kinds of operators whose precision can be other than the config.json's."""
 
 
 class AiconfiguratorTimes:
@@ -19,13 +23,21 @@ class AiconfiguratorTimes:
         system: Name of the GPU in the package, such as ``h100_sxm``.
         tensor_parallel: Number of GPUs of the engine.
         expert_parallel: True if each GPU holds whole experts instead of a part of each.
+        precisions: The package's names of precisions by kind of operator, such as ``fp8`` for
+            ``gemm``; the config.json's where there is none. Its GEMMs with block scales
+            (``fp8_block``) are several times slower than those that vLLM runs.
 
     Raises:
         UserError: The package is not installed, or has no operators for this model and GPU.
     """
 
     def __init__(
-        self, model: str, system: str, tensor_parallel: int = 1, expert_parallel: bool = False
+        self,
+        model: str,
+        system: str,
+        tensor_parallel: int = 1,
+        expert_parallel: bool = False,
+        precisions: Mapping[str, str] | None = None,
     ) -> None:
         try:
             from aiconfigurator_core.sdk.engine import EngineHandle
@@ -44,6 +56,7 @@ class AiconfiguratorTimes:
                 tp_size=tensor_parallel,
                 moe_tp_size=tensor_parallel // experts,
                 moe_ep_size=experts,
+                **{f"{kind}_quant_mode": name for kind, name in (precisions or {}).items()},
             )
             self.step_s(1, 1, 1, 1)
         except Exception as error:

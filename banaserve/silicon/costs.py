@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.orchestrator.control.costs.steps import StepCosts
 from banaserve.silicon.step_times import GpuStepTimes
@@ -10,30 +12,53 @@ _SLOPE_STEPS = 16
 """Number of decode steps over which the growth of a run of such steps is taken."""
 
 
+@dataclass(frozen=True, slots=True)
+class EngineConstants:
+    """Properties of an engine that its operators do not show; fitted on runs.
+
+    Attributes:
+        host_s: CPU time of a step that the GPU waits for, in seconds.
+        host_request_s: Increase of ``host_s`` with each decoding request, in seconds.
+        decode_factor: Factor of the GPU's time of steps that only decode.
+        prompt_factor: Factor of the GPU's time of steps with prompt tokens.
+        steps_in_flight: Number of steps that are planned or run at once: 2 with vLLM's
+            ``async_scheduling``, else 1.
+    """
+
+    host_s: float = 0.0
+    host_request_s: float = 0.0
+    decode_factor: float = 1.0
+    prompt_factor: float = 1.0
+    steps_in_flight: int = 2
+
+
 class MeasuredCosts(StepCosts):
     """Step times of one engine from measured operators.
 
     ``coefficients`` remain those of the profile, since policies that learn need linear ones.
-
-    Args:
-        host_s: CPU time between two steps that the GPU waits for, in seconds.
     """
 
-    __slots__ = ("_host_s", "_times")
+    __slots__ = ("_constants", "_least_s", "_times")
 
-    def __init__(self, profile: Profile, times: GpuStepTimes, host_s: float = 0.0) -> None:
+    def __init__(
+        self, profile: Profile, times: GpuStepTimes, constants: EngineConstants | None = None
+    ) -> None:
         super().__init__(profile)
-        self._times, self._host_s = times, host_s
+        self._times, self._constants = times, constants or EngineConstants()
+        self._least_s = (times.step_s(0, 0, 1, 1), times.step_s(1, 1, 0, 0))
 
     def mixed_s(self, tokens: int, pairs: int, batch: int, context: int) -> tuple[float, float]:
         """Return the time of one step and the part of it that grows with its work.
 
         The part that does not grow is the time of a step with one token, or with one request.
         """
+        known = self._constants
         gpu_s = self._times.step_s(tokens, pairs, batch, context)
-        least_s = self._times.step_s(1, 1, 0, 0) if tokens else self._times.step_s(0, 0, 1, 1)
-        factor = self.factor
-        return factor * (gpu_s + self._host_s) + self.hop_s, factor * max(0.0, gpu_s - least_s)
+        of_gpu = known.prompt_factor if tokens else known.decode_factor
+        of_requests_s = batch * known.host_request_s
+        step_s = of_gpu * gpu_s + known.host_s + of_requests_s
+        work_s = of_gpu * max(0.0, gpu_s - self._least_s[tokens > 0]) + of_requests_s
+        return self.factor * step_s + self.hop_s, self.factor * work_s
 
     def decode_run(self, batch: int, context: int) -> tuple[float, float, float]:
         """Return the first step's time, the increase per later step, and the first step's work."""

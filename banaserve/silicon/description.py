@@ -9,12 +9,13 @@ from typing import Any
 
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs.profile import check_keys, read_section, read_toml
-from banaserve.silicon.aiconfigurator import AiconfiguratorTimes
+from banaserve.silicon.aiconfigurator import PRECISIONS, AiconfiguratorTimes
+from banaserve.silicon.costs import EngineConstants
 from banaserve.silicon.operator_files import read_operators
 from banaserve.silicon.step_times import GpuStepTimes, graph_sizes
 
 _SOURCES = ("files", "aiconfigurator")
-_MAX_HOST_S = 0.1
+_MAX_STEPS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,21 +27,32 @@ class ExpertsSection:
 
 
 @dataclass(frozen=True, slots=True)
+class ErrorSection:
+    """Relative errors of means and 99th percentiles, against runs that were not fitted."""
+
+    ttft: float
+    tpot: float
+    latency: float
+    ttft_p99: float
+    tpot_p99: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepTimesDescription:
     """Measured step times of one GPU and model.
 
     Attributes:
         source: Origin of the operators' times, and the engine that ran them.
         valid_for: Range in which the operators were measured, in words.
-        error: Error against a run that was not fitted, in words.
-        host_s: CPU time between two steps that the GPU waits for, in seconds.
+        judged_on: Runs that the errors are of, in words.
     """
 
     name: str
     source: str
     valid_for: str
-    error: str
-    host_s: float
+    judged_on: str
+    error: ErrorSection
+    constants: EngineConstants
     times: GpuStepTimes
 
 
@@ -52,22 +64,22 @@ def read(path: Path) -> StepTimesDescription:
             names file and key.
     """
     table = read_toml(path)
-    texts = ("name", "source", "valid_for", "error")
-    check_keys(path, "", table, (*texts, "host_s", *_SOURCES), required=texts)
+    texts = ("name", "source", "valid_for", "judged_on")
+    needed = (*texts, "error")
+    check_keys(path, "", table, (*needed, "engine", *_SOURCES), required=needed)
     given = [one for one in _SOURCES if one in table]
     if len(given) != 1:
         raise UserError(f"{path}: give one of the sections {' and '.join(_SOURCES)}")
-    host_s = table.get("host_s", 0.0)
-    if isinstance(host_s, bool) or not isinstance(host_s, int | float):
-        raise UserError(f"{path}: host_s is {host_s!r}: give seconds")
-    if not 0 <= host_s <= _MAX_HOST_S:
-        raise UserError(f"{path}: host_s is {host_s!r}: give 0 to {_MAX_HOST_S:g} seconds")
+    constants = read_section(path, "engine", table.get("engine", {}), EngineConstants)
+    if constants.steps_in_flight > _MAX_STEPS_IN_FLIGHT:
+        raise UserError(f"{path}: engine.steps_in_flight is above {_MAX_STEPS_IN_FLIGHT}")
+    error = read_section(path, "error", table["error"], ErrorSection)
     section = table[given[0]]
     if not isinstance(section, Mapping):
         raise UserError(f"{path}: {given[0]} is no section")
     times = _of_files(path, section) if given == ["files"] else _of_package(path, section)
-    name, source, valid_for, error = (str(table[key]) for key in texts)
-    return StepTimesDescription(name, source, valid_for, error, float(host_s), times)
+    name, source, valid_for, judged_on = (str(table[key]) for key in texts)
+    return StepTimesDescription(name, source, valid_for, judged_on, error, constants, times)
 
 
 def _of_files(path: Path, section: Mapping[str, Any]) -> GpuStepTimes:
@@ -88,13 +100,15 @@ def _of_files(path: Path, section: Mapping[str, Any]) -> GpuStepTimes:
 
 
 def _of_package(path: Path, section: Mapping[str, Any]) -> GpuStepTimes:
-    known = ("model", "system", "tensor_parallel", "expert_parallel")
+    known = ("model", "system", "tensor_parallel", "expert_parallel", *PRECISIONS)
     check_keys(path, "aiconfigurator.", section, known, required=("model", "system"))
     parallel = _whole(path, "aiconfigurator.tensor_parallel", section.get("tensor_parallel", 1))
     by_experts = section.get("expert_parallel", False)
     if not isinstance(by_experts, bool):
         raise UserError(f"{path}: aiconfigurator.expert_parallel is {by_experts!r}: give a boolean")
-    return AiconfiguratorTimes(str(section["model"]), str(section["system"]), parallel, by_experts)
+    precisions = {key: str(section[key]) for key in PRECISIONS if key in section}
+    model, system = str(section["model"]), str(section["system"])
+    return AiconfiguratorTimes(model, system, parallel, by_experts, precisions)
 
 
 def _whole(path: Path, key: str, value: Any) -> int:

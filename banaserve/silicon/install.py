@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from banaserve.orchestrator.control.costs.profile import Profile
-from banaserve.silicon.costs import MeasuredCosts
+from banaserve.silicon.costs import EngineConstants, MeasuredCosts
 from banaserve.silicon.step_times import GpuStepTimes
 from banaserve.sim.cluster.cluster import SimCluster
 
 
-def install(cluster: SimCluster, profile: Profile, times: GpuStepTimes, host_s: float) -> None:
+def install(
+    cluster: SimCluster, profile: Profile, times: GpuStepTimes, constants: EngineConstants
+) -> None:
     """Give measured step times to all engines of ``cluster``, before anything happens in it."""
     for cell in cluster.cells:
         for instance in cell.instances.values():
-            instance.engine.costs = MeasuredCosts(profile, times, host_s)
+            engine = instance.engine
+            engine.costs = MeasuredCosts(profile, times, constants)
+            engine.limits = replace(engine.limits, plans_ahead=constants.steps_in_flight > 1)

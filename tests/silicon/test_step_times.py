@@ -9,7 +9,7 @@ import pytest
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs.profile import load
 from banaserve.orchestrator.control.costs.steps import StepCosts
-from banaserve.silicon.costs import MeasuredCosts
+from banaserve.silicon.costs import EngineConstants, MeasuredCosts
 from banaserve.silicon.interpolation import Grid
 from banaserve.silicon.operator_files import read_operators
 from banaserve.silicon.step_times import OperatorSums, graph_sizes
@@ -108,9 +108,11 @@ def test_costs_add_the_cpu_and_keep_what_changes_while_an_engine_runs(
     times: OperatorSums,
 ) -> None:
     profile = load("llama-3.1-8b-h100")
-    costs = MeasuredCosts(profile, times, 1e-3)
+    costs = MeasuredCosts(profile, times, EngineConstants(1e-3, 1e-5, 1.5))
     step_s, work_s = costs.mixed_s(0, 0, 8, 800)
-    assert step_s == pytest.approx(times.step_s(0, 0, 8, 800) + 1e-3)
+    assert step_s == pytest.approx(1.5 * times.step_s(0, 0, 8, 800) + 1e-3 + 8e-5)
+    mixed_s, _ = costs.mixed_s(64, 64**2, 8, 800)
+    assert mixed_s == pytest.approx(times.step_s(64, 64**2, 8, 800) + 1e-3 + 8e-5)
     assert 0 < work_s < step_s
     costs.slowdown, costs.hop_s = 2.0, 0.5
     assert costs.mixed_s(0, 0, 8, 800)[0] == pytest.approx(2 * step_s + 0.5)
@@ -118,7 +120,7 @@ def test_costs_add_the_cpu_and_keep_what_changes_while_an_engine_runs(
 
 
 def test_a_run_of_decode_steps_grows_as_single_steps_do(times: OperatorSums) -> None:
-    costs = MeasuredCosts(load("llama-3.1-8b-h100"), times, 1e-3)
+    costs = MeasuredCosts(load("llama-3.1-8b-h100"), times, EngineConstants(1e-3))
     first_s, growth_s, _ = costs.decode_run(8, 800)
     assert first_s == costs.mixed_s(0, 0, 8, 800)[0]
     later_s, _ = costs.mixed_s(0, 0, 8, 800 + 5 * 8)

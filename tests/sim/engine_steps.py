@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 
@@ -20,7 +21,9 @@ class Load:
     """Requests for one engine.
 
     Attributes:
-        requests: Prompt tokens, output tokens and the step before which each of them comes.
+        requests: Prompt tokens, output tokens and the number of finished steps after which each
+            of them comes.
+        plans_ahead: True if a step is planned while the one before it runs (async scheduling).
     """
 
     name: str
@@ -28,6 +31,7 @@ class Load:
     max_requests: int
     kv_tokens: int
     requests: Sequence[tuple[int, int, int]]
+    plans_ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Recorded:
     num_preemptions: int
 
 
-LOADS = (
+_LOADS = (
     Load("one prompt in chunks", 32, 8, 1000, [(100, 5, 0)]),
     Load("prompts share a step", 64, 8, 1000, [(40, 4, 0), (40, 4, 0), (40, 4, 0)]),
     Load("who decodes goes first", 32, 8, 1000, [(20, 20, 0), (100, 4, 3), (10, 6, 4)]),
@@ -68,42 +72,60 @@ LOADS = (
         [(30, 12, 0), (25, 20, 0), (50, 8, 2), (10, 30, 3), (70, 6, 5), (15, 15, 5), (40, 9, 20)],
     ),
 )
+# The simulated engine preempts when a step begins, also if it plans ahead: in the crowd, with KV
+# that the step before has freed, which vLLM does not know yet.
+LOADS = (
+    *_LOADS,
+    *(replace(load, name=f"{load.name}, ahead", plans_ahead=True) for load in _LOADS[:-1]),
+)
 
 
 def record(load: Load) -> Recorded:
     """Lets vLLM's scheduler plan every step of ``load``."""
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
     scheduler = _scheduler(load)
-    requests = {}
+    requests: dict[str, Request] = {}
     steps: list[tuple[int, int]] = []
     finished: list[tuple[int, int]] = []
-    preemptions = 0
+    planned: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+    preemptions = done = 0
     while len(finished) < len(load.requests):
         for number, (prompt, output, step) in enumerate(load.requests):
-            if step <= len(steps) and str(number) not in requests:
+            if step <= done and str(number) not in requests:
                 sampling = SamplingParams(max_tokens=output, ignore_eos=True)
                 request = Request(str(number), [number + 1] * prompt, sampling, None)
                 requests[str(number)] = request
                 scheduler.add_request(request)
-        before = {name: (r.num_computed_tokens, r.num_tokens) for name, r in requests.items()}
+        before = {name: (r.num_computed_tokens, _known(r)) for name, r in requests.items()}
         plan = scheduler.schedule()
-        planned = plan.num_scheduled_tokens
+        tokens = plan.num_scheduled_tokens
         preemptions += len(plan.preempted_req_ids or ())
-        decoding = {name for name in planned if _is_decoding(*before[name], requests[name])}
-        steps.append((len(decoding), sum(n for name, n in planned.items() if name not in decoding)))
-        names = list(planned)
-        sampled = [
-            [7] if requests[name].num_computed_tokens >= requests[name].num_tokens else []
-            for name in names
-        ]
+        decoding = {name for name in tokens if _is_decoding(*before[name], requests[name])}
+        if tokens:
+            others = sum(n for name, n in tokens.items() if name not in decoding)
+            steps.append((len(decoding), others))
+        names = list(tokens)
+        sampled = [[7] if before[n][0] + tokens[n] >= before[n][1] else [] for n in names]
         places = {name: place for place, name in enumerate(names)}
-        scheduler.update_from_output(plan, ModelRunnerOutput(names, places, sampled))
-        ended = [name for name in names if requests[name].is_finished()]
-        finished += [(int(name), len(steps) - 1) for name in ended]
+        planned.append((plan, ModelRunnerOutput(names, places, sampled)))
+        if load.plans_ahead and len(planned) < 2:
+            continue
+        plan, output_of_step = planned.popleft()
+        scheduler.update_from_output(plan, output_of_step)
+        if plan.num_scheduled_tokens:
+            ended = [name for name in plan.num_scheduled_tokens if requests[name].is_finished()]
+            finished += [(int(name), done) for name in ended]
+            done += 1
     return Recorded(steps, finished, preemptions)
+
+
+def _known(request: Any) -> int:
+    """Return the tokens that a request will have after the steps that are planned."""
+    return int(request.num_tokens + request.num_output_placeholders)
 
 
 def _is_decoding(computed: int, known: int, request: Any) -> bool:
@@ -114,6 +136,7 @@ def _is_decoding(computed: int, known: int, request: Any) -> bool:
 def _scheduler(load: Load) -> Any:
     import torch
     from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
@@ -127,7 +150,7 @@ def _scheduler(load: Load) -> Any:
         max_model_len=512,
         is_encoder_decoder=False,
         enable_chunked_prefill=True,
-        async_scheduling=False,
+        async_scheduling=load.plans_ahead,
         watermark=WATERMARK_FRACTION,
     )
     cache = CacheConfig(block_size=1, enable_prefix_caching=False)
@@ -141,7 +164,8 @@ def _scheduler(load: Load) -> Any:
     cache.num_gpu_blocks = blocks
     spec = FullAttentionSpec(block_size=1, num_kv_heads=1, head_size=1, dtype=torch.float32)
     groups = [KVCacheGroupSpec(["layer"], spec)]
-    return Scheduler(
+    kind = AsyncScheduler if load.plans_ahead else Scheduler
+    return kind(
         config,
         KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
         StructuredOutputManager(config),

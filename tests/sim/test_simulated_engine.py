@@ -29,7 +29,7 @@ def simulated(load: Load) -> Recorded:
     timeline = Timeline()
     steps: list[tuple[int, int]] = []
     finished: list[tuple[int, int]] = []
-    limits = EngineLimits(load.step_tokens, load.max_requests, WATERMARK_FRACTION)
+    limits = EngineLimits(load.step_tokens, load.max_requests, WATERMARK_FRACTION, load.plans_ahead)
     engine = SimEngine(
         "e0",
         timeline,
@@ -78,7 +78,9 @@ def test_the_loads_preempt_chunk_and_wait() -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("name", ["and computes again in chunks", "a crowd"])
+@pytest.mark.parametrize(
+    "name", ["and computes again in chunks", "a crowd", "no more requests than allowed, ahead"]
+)
 def test_the_recording_is_what_vllm_does(name: str) -> None:
     load = next(load for load in LOADS if load.name == name)
     assert record(load) == recorded(name)

@@ -23,11 +23,14 @@ class EngineLimits:
     Attributes:
         watermark_fraction: Fraction of the KV cache into which no new request is admitted, so that
             decoding requests can grow.
+        plans_ahead: True if a step is planned when the one before it begins, as with vLLM's
+            ``async_scheduling``; a request then waits for one step more.
     """
 
     step_tokens: int = 2048
     max_requests: int = 256
     watermark_fraction: float = 0.01
+    plans_ahead: bool = False
 
 
 class SimBatch:

@@ -169,7 +169,8 @@ class SimEngine(SimBatch):
             batch = len(self.decoding)
             # A preempted request would be admitted again at once, and be preempted again.
             may_admit = not batch and not self.prefilling
-        if self.waiting and may_admit:
+        is_planned = self.limits.plans_ahead and bool(batch or self.prefilling)
+        if self.waiting and may_admit and not is_planned:
             self._admit()
         tokens, pairs = self._plan_chunks() if self.prefilling else (0, 0)
         if not tokens and not batch:
@@ -184,8 +185,11 @@ class SimEngine(SimBatch):
             growth_s, steps = 0.0, 1
         else:
             first_s, growth_s, work_s = self.costs.decode_run(batch, self._context)
+        if self.waiting and may_admit and is_planned:
+            self._admit()
+        if not tokens:
             room = (self.kv_tokens - self.used_tokens) // batch
-            steps = min(self._to_next_end(), room if room > 1 else 1)
+            steps = min(self._to_next_end(), room if room > 1 and not self.prefilling else 1)
         self._is_stepping = True
         self._version += 1
         self._run = (now_s, first_s, growth_s, work_s, steps)

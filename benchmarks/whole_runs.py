@@ -1,0 +1,472 @@
+"""Whole runs of vLLM in aiconfigurator-core, simulated with the operators of the same package.
+
+    python -m benchmarks silicon-runs [--model WORD] [--json FILE]
+
+A run is a closed loop: each client sends its next request when its last one has ended, ten on
+average, with lengths between 0.8 and 1 of the largest, as InferenceX does. Its figures are means
+of TTFT and TPOT that the clients measured. Runs of one model, GPU, precision and version of vLLM
+are a group, with constants of its own: four of the engine (``EngineConstants``) and two of a
+request's way from its client to the engine. They are fitted on runs whose id has an even hash;
+errors are of the others. Left out are runs that have the figures of an even one under another id,
+engines of several data-parallel groups, and engines that the package has no operators for.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from banaserve.base.arguments import Parser
+from banaserve.base.errors import UserError
+from banaserve.base.types import InstanceId
+from banaserve.orchestrator.control.costs.profile import load
+from banaserve.silicon.aiconfigurator import AiconfiguratorTimes
+from banaserve.silicon.costs import EngineConstants, MeasuredCosts
+from banaserve.silicon.step_times import GpuStepTimes
+from banaserve.sim.instances.batch import EngineLimits
+from banaserve.sim.instances.engine import SimEngine
+from banaserve.sim.request import SimRequest
+from banaserve.sim.timeline import Timeline
+from banaserve_bench.results import result
+from benchmarks.script import run_script
+from benchmarks.silicon import Floats, is_fitted, least_squares
+
+_PROFILE = load("llama-3.1-8b-h100")
+"""Gives a simulated engine what step times do not need."""
+_STEP_TOKENS = 8192
+_MEMORY_FRACTION = 0.9
+_REQUESTS_PER_CLIENT = 10
+_LEAST_LENGTH = 0.8
+_WITHOUT_ASYNC = "0.12.0"
+"""Version whose runs plan one step at a time."""
+_LEAST_RUNS = 6
+"""Runs that six constants are fitted on, at least."""
+_LEAST_FACTOR = 0.01
+_MOST_CLIENTS = (8, 64, 1024)
+_FITS = 4
+_TPOT_WEIGHT = 5
+"""Errors of TPOT are to be a fifth of those of TTFT."""
+_REWEIGHTED = 20
+_SAME = 0.01
+"""Relative error below which runs weigh equally in a fit."""
+_PACKAGE = "aiconfigurator_core"
+_CHECKPOINTS: dict[tuple[str, str], tuple[str, dict[str, str]]] = {
+    ("meta-llama/Llama-3.1-70B", "fp8"): ("nvidia/Llama-3.1-70B-Instruct-FP8", {}),
+    ("meta-llama/Llama-3.1-70B", "fp4"): ("meta-llama/Meta-Llama-3.1-70B", {"gemm": "nvfp4"}),
+    ("nvidia/Llama-3.1-8B-Instruct-FP8", "fp8"): ("meta-llama/Meta-Llama-3.1-8B", {"gemm": "fp8"}),
+    ("MiniMaxAI/MiniMax-M2.5", "fp4"): ("nvidia/MiniMax-M2.5-NVFP4", {}),
+    ("moonshotai/Kimi-K2.5", "fp4"): ("nvidia/Kimi-K2.5-NVFP4", {}),
+}
+"""Checkpoint and precisions of a run, where the model's own config.json does not say them."""
+_PER_TENSOR: Sequence[dict[str, str]] = ({}, {"gemm": "fp8"}, {"gemm": "fp8", "moe": "fp8"})
+"""Precisions of fp8 checkpoints with block scales; even runs decide which is nearest to vLLM's."""
+
+
+class WholeRun(NamedTuple):
+    """A run and the means that its clients measured, in seconds."""
+
+    id: str
+    model: str
+    gpu: str
+    precision: str
+    version: str
+    tensor_parallel: int
+    expert_parallel: bool
+    clients: int
+    prompt_tokens: int
+    output_tokens: int
+    ttft_s: float
+    tpot_s: float
+
+    @property
+    def is_fitted(self) -> bool:
+        """True if constants may be fitted on this run."""
+        return is_fitted(self.id)
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        return self[1:5]
+
+    @property
+    def engine(self) -> tuple[Any, ...]:
+        return self[1:7]
+
+    @property
+    def latency_s(self) -> float:
+        return self.ttft_s + (self.output_tokens - 1) * self.tpot_s
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """Constants of a group: of its engine, and of a request's way there, in seconds."""
+
+    engine: EngineConstants
+    way_s: float = 0.0
+    way_token_s: float = 0.0
+
+
+_NONE = Constants(EngineConstants())
+_START = Constants(EngineConstants(1.3e-3, 4e-5))
+
+
+class Simulated(NamedTuple):
+    """Means of a simulated run in seconds, and what an output token waits for in the mean.
+
+    Attributes:
+        parts: GPU time of steps that only decode, of other steps, steps, and requests in them.
+    """
+
+    ttft_s: float
+    tpot_s: float
+    parts: Floats
+
+
+class ClosedLoop:
+    """Clients of one simulated engine, each with one request at a time."""
+
+    def __init__(
+        self, run: WholeRun, times: GpuStepTimes, kv_tokens: int, constants: Constants
+    ) -> None:
+        random = np.random.default_rng(0)
+        num_requests = _REQUESTS_PER_CLIENT * run.clients
+        self._lengths = [
+            random.integers(int(_LEAST_LENGTH * most), most + 1, num_requests).tolist()
+            for most in (run.prompt_tokens, run.output_tokens)
+        ]
+        self._constants = constants
+        self._timeline = Timeline()
+        engine = constants.engine
+        limits = EngineLimits(_STEP_TOKENS, run.clients, plans_ahead=engine.steps_in_flight > 1)
+        self._engine = SimEngine(
+            InstanceId("e0"),
+            self._timeline,
+            MeasuredCosts(_PROFILE, times, engine),
+            limits,
+            kv_tokens,
+            lambda _engine, request: None,
+            self._begin,
+            self._end,
+            lambda _engine, request: None,
+        )
+        self._engine.observe = self._observe
+        self._parts = np.zeros(4)
+        self._begun: dict[int, Floats] = {}
+        self._sent = 0
+        self._ended: list[tuple[float, float, Floats]] = []
+
+    def run(self, clients: int) -> Simulated:
+        """Return the means over all requests of ``clients`` clients."""
+        for _ in range(clients):
+            self._send()
+        self._timeline.run()
+        ttft, tpot, parts = (np.mean(one, axis=0) for one in zip(*self._ended, strict=True))
+        return Simulated(float(ttft), float(tpot), parts)
+
+    def _send(self) -> None:
+        number = self._sent
+        prompts, outputs = self._lengths
+        if number == len(prompts):
+            return
+        self._sent += 1
+        request = SimRequest(number, self._timeline.now_s, prompts[number], outputs[number])
+        way_s = self._constants.way_s + self._constants.way_token_s * prompts[number]
+        self._timeline.after(way_s, self._engine.submit, request)
+
+    def _observe(self, start_s: float, took_s: float, steps: int, batch: int, tokens: int) -> None:
+        known = self._constants.engine
+        gpu_s = took_s - steps * (known.host_s + batch * known.host_request_s)
+        if tokens:
+            self._parts += (0.0, gpu_s / known.prompt_factor, steps, steps * batch)
+        else:
+            self._parts += (gpu_s / known.decode_factor, 0.0, steps, steps * batch)
+
+    def _begin(self, engine: SimEngine, request: SimRequest) -> bool:
+        self._begun.setdefault(request.id, self._parts.copy())
+        return True
+
+    def _end(self, engine: SimEngine, request: SimRequest) -> None:
+        gaps = max(1, request.output_tokens - 1)
+        ttft_s = request.first_s - request.arrival_s
+        tpot_s = (request.end_s - request.first_s) / gaps
+        self._ended.append((ttft_s, tpot_s, (self._parts - self._begun.pop(request.id)) / gaps))
+        self._send()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Fit and judge each group of runs and write the errors; return the exit code."""
+    parser = Parser(prog="python -m benchmarks silicon-runs", description=__doc__)
+    parser.add_argument("--model", default="", help="only models whose name has this word")
+    parser.add_argument("--json", type=Path, help="write the result there")
+    given = parser.parse_args(list(argv))
+    started_at = datetime.now(UTC)
+    groups: dict[tuple[str, ...], list[WholeRun]] = defaultdict(list)
+    for run in read_runs():
+        if given.model in run.model:
+            groups[run.group].append(run)
+    table = Table("runs", "number", "factors; CPU; way", *_KINDS)
+    samples: dict[str, list[Floats]] = defaultdict(list)
+    for group, runs in sorted(groups.items()):
+        found = _judged(runs)
+        if found is None:
+            continue
+        known, way = found.constants.engine, found.constants
+        factors = f"{known.decode_factor:.2f}, {known.prompt_factor:.2f}"
+        host = f"{known.host_s * 1e3:.1f} ms, {known.host_request_s * 1e6:.0f} us"
+        of_way = f"{way.way_s * 1e3:.0f} ms, {way.way_token_s * 1e6:.0f} us"
+        table.add_row(", ".join(group), *_cells(found.wrong, f"{factors}; {host}; {of_way}"))
+        for of_load, one in zip(found.loads, found.wrong, strict=True):
+            samples[of_load].append(one)
+            samples["all"].append(one)
+    wrong_of = {name: np.array(wrong) for name, wrong in sorted(samples.items())}
+    for name, wrong in wrong_of.items():
+        table.add_row(name, *_cells(wrong))
+    Console(width=160).print(table)
+    record = result.result(
+        "silicon-runs",
+        seed=0,
+        options={"model": given.model},
+        started_at=started_at,
+        figures={
+            f"{name}, {kind} {key}": result.figure(wrong[:, row, column].tolist(), "relative error")
+            for name, wrong in wrong_of.items()
+            for row, kind in enumerate(_KINDS)
+            for column, key in enumerate(_ERRORS)
+        },
+        notes=[str(__doc__)],
+    )
+    result.deliver(record, given.json)
+    return 0
+
+
+_KINDS = ("summed", "fitted")
+_ERRORS = ("TPOT", "TTFT", "latency")
+
+
+def _cells(wrong: Floats, constants: str = "") -> list[str]:
+    """Return cells of a row: number of runs, constants, mean and median of errors without signs.
+
+    Args:
+        wrong: [runs, kinds, errors].
+    """
+    means, medians = np.abs(wrong).mean(axis=0), np.median(np.abs(wrong), axis=0)
+    words = [
+        ", ".join(
+            f"{name} {mean:.1%} ({median:.1%})"
+            for name, mean, median in zip(_ERRORS, *of_kind, strict=True)
+        )
+        for of_kind in zip(means, medians, strict=True)
+    ]
+    return [str(len(wrong)), constants, *words]
+
+
+def read_runs() -> list[WholeRun]:
+    """Return the package's runs of vLLM on GPUs of one tensor-parallel engine.
+
+    Raises:
+        UserError: The package is not installed.
+    """
+    package = find_spec(_PACKAGE)
+    if package is None or package.origin is None:
+        raise UserError("whole runs need aiconfigurator-core: pip install 'banaserve[plan]'")
+    path = Path(package.origin).with_name("systems") / "silicon_sample.csv"
+    with path.open(encoding="utf-8", newline="") as rows:
+        runs = [_run(row) for row in csv.DictReader(rows) if _is_usable(row)]
+    seen = {run[1:] for run in runs if run.is_fitted}
+    return [run for run in runs if run.is_fitted or run[1:] not in seen]
+
+
+def _is_usable(row: dict[str, str]) -> bool:
+    if (row["backend"], row["mode"]) != ("vllm", "agg"):
+        return False
+    width = _number(row, "moe_tp_size") * _number(row, "moe_ep_size")
+    others = _number(row, "pp_size") * _number(row, "attention_dp_size")
+    return others == 1 and width in (1, _number(row, "tp_size"))
+
+
+def _run(row: dict[str, str]) -> WholeRun:
+    return WholeRun(
+        row["id"],
+        row["model_path"],
+        row["system"],
+        row["precision"],
+        row["backend_version"],
+        _number(row, "tp_size"),
+        _number(row, "moe_ep_size") > 1,
+        _number(row, "batch_size"),
+        int(row["isl"]),
+        int(row["osl"]),
+        float(row["silicon_ttft_ms"]) / 1e3,
+        float(row["silicon_tpot_ms"]) / 1e3,
+    )
+
+
+def _number(row: dict[str, str], key: str) -> int:
+    """Return a whole number of a row, 1 for none."""
+    return max(1, int(float(row[key] or 1)))
+
+
+class KnownEngine(NamedTuple):
+    """Operators of an engine, and the tokens that fit into its KV cache."""
+
+    times: GpuStepTimes
+    kv_tokens: int
+
+    def simulated(self, run: WholeRun, constants: Constants) -> Simulated:
+        """Return the means of ``run`` on this engine."""
+        return ClosedLoop(run, self.times, self.kv_tokens, constants).run(run.clients)
+
+
+class JudgedRuns(NamedTuple):
+    """Constants of a group and the errors of its odd runs, signed: [runs, kinds, errors]."""
+
+    constants: Constants
+    loads: Sequence[str]
+    wrong: Floats
+
+
+def _judged(runs: Sequence[WholeRun]) -> JudgedRuns | None:
+    """Fit a group's constants and judge its odd runs; None if too few are known."""
+    by_engine: dict[tuple[Any, ...], list[WholeRun]] = defaultdict(list)
+    for run in runs:
+        by_engine[run.engine].append(run)
+    chosen: dict[tuple[Any, ...], KnownEngine] = {}
+    first: dict[tuple[Any, ...], KnownEngine] = {}
+    for key, ran in by_engine.items():
+        engines = [one for kinds in _kinds(ran[0]) if (one := engine_of(ran[0], kinds))]
+        even = [run for run in ran if run.is_fitted]
+        if engines and even:
+            first[key] = engines[0]
+            near = even[:_LEAST_RUNS]
+            chosen[key] = min(engines, key=lambda one: _distance(one, near))
+    even_runs = [run for run in runs if run.engine in chosen and run.is_fitted]
+    judged = [run for run in runs if run.engine in chosen and not run.is_fitted]
+    if len(even_runs) < _LEAST_RUNS or not judged:
+        return None
+    constants = fitted(even_runs, chosen)
+    summed = errors(judged, [first[run.engine].simulated(run, _NONE) for run in judged])
+    of_fit = errors(judged, [chosen[run.engine].simulated(run, constants) for run in judged])
+    loads = [_load(run, chosen[run.engine]) for run in judged]
+    return JudgedRuns(constants, loads, np.stack([summed, of_fit], axis=1))
+
+
+def _load(run: WholeRun, engine: KnownEngine) -> str:
+    """Return the class of a run's load."""
+    if run.clients * (run.prompt_tokens + run.output_tokens) > engine.kv_tokens:
+        return "more than the KV cache holds"
+    return (
+        "to 8 clients"
+        if run.clients <= 8
+        else "to 64 clients"
+        if run.clients <= 64
+        else "to 1024 clients"
+    )
+
+
+def _kinds(run: WholeRun) -> Sequence[dict[str, str]]:
+    """Return the precisions that the engine of ``run`` may have, beside those of its checkpoint."""
+    is_known = run.precision != "fp8" or (run.model, run.precision) in _CHECKPOINTS
+    return ({},) if is_known else _PER_TENSOR
+
+
+def _distance(engine: KnownEngine, runs: Sequence[WholeRun]) -> float:
+    found = [engine.simulated(run, _START) for run in runs]
+    return float(np.median(np.abs(errors(runs, found)[:, 0])))
+
+
+def fitted(runs: Sequence[WholeRun], engines: Mapping[tuple[Any, ...], KnownEngine]) -> Constants:
+    """Return the constants with the least errors of TPOT and TTFT over ``runs``.
+
+    Which requests share a step changes with the constants, so a fit to the parts of a simulated run
+    is not always better than the one before.
+    """
+    constants, tried = _START, []
+    for _ in range(_FITS):
+        found = [engines[run.engine].simulated(run, constants) for run in runs]
+        tpot, ttft, _ = np.abs(errors(runs, found)).sum(axis=0)
+        tried.append((_TPOT_WEIGHT * tpot + ttft, constants))
+        constants = _fit(runs, found, constants)
+    return min(tried, key=lambda one: one[0])[1]
+
+
+def _fit(runs: Sequence[WholeRun], found: Sequence[Simulated], known: Constants) -> Constants:
+    """Return the constants with which the parts of simulated runs come nearest to the real ones."""
+    decode, prompt, host_s, request_s = _nearest(
+        np.array([one.parts for one in found]), np.array([run.tpot_s for run in runs])
+    )
+    in_flight = 1 if runs[0].version == _WITHOUT_ASYNC else 2
+    decode, prompt = max(_LEAST_FACTOR, decode), max(_LEAST_FACTOR, prompt)
+    engine = EngineConstants(host_s, request_s, decode, prompt, in_flight)
+    lengths = np.array([run.prompt_tokens for run in runs], dtype=float)
+    ways_s = known.way_s + known.way_token_s * lengths
+    left_s = np.array([run.ttft_s - one.ttft_s for run, one in zip(runs, found, strict=True)])
+    columns = np.stack([np.ones(len(runs)), lengths], axis=1)
+    real_s = np.array([run.ttft_s for run in runs])
+    return Constants(engine, *_nearest(columns, left_s + ways_s, real_s))
+
+
+def _nearest(columns: Floats, values: Floats, scale: Floats | None = None) -> list[float]:
+    """Return coefficients of 0 or more whose relative errors have the least sum.
+
+    Args:
+        columns: [runs, coefficients].
+        scale: Values that the errors are relative to; ``values`` if None.
+    """
+    scale = values if scale is None else scale
+    weights = 1 / scale
+    for _ in range(_REWEIGHTED):
+        found = least_squares([*(columns * weights[:, None]).T], values * weights)
+        wrong = np.abs(columns @ np.array(found) - values) / scale
+        weights = 1 / scale / np.sqrt(np.maximum(wrong, _SAME))
+    return found
+
+
+def errors(runs: Sequence[WholeRun], found: Sequence[Simulated]) -> Floats:
+    """Return the relative errors of TPOT, TTFT and latency, signed: [runs, 3]."""
+    wrong = []
+    for run, one in zip(runs, found, strict=True):
+        latency_s = one.ttft_s + (run.output_tokens - 1) * one.tpot_s
+        ratios = (one.tpot_s / run.tpot_s, one.ttft_s / run.ttft_s, latency_s / run.latency_s)
+        wrong.append([ratio - 1 for ratio in ratios])
+    return np.array(wrong)
+
+
+def engine_of(run: WholeRun, precisions: dict[str, str]) -> KnownEngine | None:
+    """Return the engine of ``run`` as the package knows it; None if it lacks operators."""
+    from aiconfigurator_core.sdk.memory import estimate_kv_cache
+
+    model, of_model = _CHECKPOINTS.get((run.model, run.precision), (run.model, {}))
+    kinds = {**of_model, **precisions}
+    parallel, experts = run.tensor_parallel, run.tensor_parallel if run.expert_parallel else 1
+    try:
+        times = AiconfiguratorTimes(model, run.gpu, parallel, run.expert_parallel, kinds)
+        memory = estimate_kv_cache(
+            model,
+            run.gpu,
+            "vllm",
+            "current",
+            max_num_tokens=_STEP_TOKENS,
+            max_batch_size=run.clients,
+            memory_fraction_kind="of_total",
+            memory_fraction_value=_MEMORY_FRACTION,
+            tp_size=parallel,
+            moe_tp_size=parallel // experts,
+            moe_ep_size=experts,
+            **{f"{kind}_quant_mode": name for kind, name in kinds.items()},
+        )
+    except (UserError, ValueError):
+        return None
+    return KnownEngine(times, int(memory["total_kv_size_tokens"]))
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,60 @@
+"""Constants with which the simulator itself made closed loops are found again."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+from banaserve.base.errors import UserError
+from banaserve.orchestrator.control.costs.profile import load
+from banaserve.silicon.costs import EngineConstants
+from benchmarks.silicon import LinearTimes
+from benchmarks.whole_runs import Constants, KnownEngine, WholeRun, errors, fitted, read_runs
+
+_MADE = Constants(EngineConstants(2e-3, 5e-5, 1.25, 1.5), 0.03, 2e-5)
+_ENGINE = Constants(EngineConstants(1e-3, 2e-5))
+_HAS_PACKAGE = find_spec("aiconfigurator_core") is not None
+
+
+def _run(clients: int, prompt_tokens: int, output_tokens: int) -> WholeRun:
+    name = f"{clients}-{prompt_tokens}-{output_tokens}"
+    return WholeRun(
+        name, "m", "gpu", "fp8", "0.19.0", 1, False, clients, prompt_tokens, output_tokens, 1.0, 1.0
+    )
+
+
+def test_constants_are_found_again_from_means() -> None:
+    engine = KnownEngine(LinearTimes(load("llama-3.1-8b-h100")), 500_000)
+    asked = [_run(c, p, o) for c in (2, 8, 32) for p, o in ((200, 100), (2000, 60), (4000, 200))]
+    found = [engine.simulated(run, _MADE) for run in asked]
+    runs = [
+        run._replace(ttft_s=one.ttft_s, tpot_s=one.tpot_s)
+        for run, one in zip(asked, found, strict=True)
+    ]
+    constants = fitted(runs, {run.engine: engine for run in runs})
+    wrong = errors(runs, [engine.simulated(run, constants) for run in runs])
+    tpot, _, latency = abs(wrong).mean(axis=0)
+    assert max(tpot, latency) < 0.05
+    assert not errors(runs, found).any()
+
+
+def test_a_client_sends_its_next_request_when_the_last_one_has_ended() -> None:
+    run = _run(1, 100, 10)
+    alone = KnownEngine(LinearTimes(load("llama-3.1-8b-h100")), 500_000).simulated(run, _ENGINE)
+    # One request at a time: each token but the first takes one step with one request.
+    assert alone.parts[1:] == pytest.approx([0.0, 1.0, 1.0])
+
+
+@pytest.mark.skipif(_HAS_PACKAGE, reason="the package is there")
+def test_without_the_package_the_error_says_what_to_install() -> None:
+    with pytest.raises(UserError, match=r"pip install 'banaserve\[plan\]'"):
+        read_runs()
+
+
+@pytest.mark.skipif(not _HAS_PACKAGE, reason="the package is not there")
+def test_no_run_is_both_fitted_and_judged() -> None:
+    runs = read_runs()
+    sides = ({run[1:] for run in runs if run.is_fitted is even} for even in (True, False))
+    assert not set.intersection(*sides)
+    assert len(runs) > 1000
