@@ -7,6 +7,7 @@ import random
 import select
 import shutil
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +51,12 @@ class Block:
     parent: int | None
     age: int
     last_used: int
+
+
+def _copy_if_there(source: str, target: str) -> None:
+    """Copy a file; the tier's threads may remove it meanwhile, as they may before a crash."""
+    with suppress(FileNotFoundError):
+        shutil.copy2(source, target)
 
 
 class SsdMachine(RuleBasedStateMachine):
@@ -222,7 +229,7 @@ class SsdMachine(RuleBasedStateMachine):
 
     def leave_behind(self) -> None:
         crashed = self.root / str(int(self.folder.name) + 1)
-        shutil.copytree(self.folder, crashed)
+        shutil.copytree(self.folder, crashed, copy_function=_copy_if_there)
         self.tier.close()
         shutil.rmtree(self.folder)
         self.folder = crashed

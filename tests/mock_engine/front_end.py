@@ -325,9 +325,9 @@ def _unlike(name: str, recorded: list[Frame], came: list[Frame]) -> Iterator[str
         yield f"{name}: recorded {len(recorded)} messages, came {len(came)}: {kinds}"
         return
     for number, (wanted, found) in enumerate(zip(recorded, came, strict=True)):
-        keys = sorted(wanted.shape.keys() | found.model.keys())
+        keys = sorted(wanted.shape.keys() | found.shape.keys())
         for key in keys:
-            if (one := wanted.shape.get(key)) != (other := found.model.get(key)):
+            if (one := wanted.shape.get(key)) != (other := found.shape.get(key)):
                 yield f"{name}, message {number}, {key}: recorded {one}, came {other}"
         if wanted.times != found.times:
             yield f"{name}, message {number}: recorded {wanted.times} times, came {found.times}"
