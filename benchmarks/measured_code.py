@@ -56,6 +56,7 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
         "router": ("route/banaserve_route/balancer", "banaserve/base/net", "benchmarks/router"),
         "short-prompts": (*_REQUESTS, "benchmarks/short_prompts.py"),
         "silicon": (*_SIMULATOR, "banaserve/silicon", "benchmarks/silicon.py"),
+        "silicon-runs": (*_SIMULATOR, "banaserve/silicon", "benchmarks/whole_runs.py"),
         "simulate-paper": (
             *_SIMULATOR,
             "banaserve/orchestrator/planner",
