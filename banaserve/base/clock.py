@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterator
 from typing import Protocol
 
-WAIT_PART_S = 0.25
-"""Maximum length of one of the waits that ``wait_parts`` yields, in seconds."""
+_PART_S = 0.25
+"""Length of the waits that ``wait_parts`` yields for a wait of up to ten seconds, in seconds."""
+_MOST_PARTS = 40
 
 
 class Clock(Protocol):
@@ -39,7 +40,8 @@ def wait_parts(total_s: float) -> Iterator[float]:
     A short wait that ends late counts only with its length: while the whole machine stands still,
     a peer cannot answer either.
     """
-    while total_s > WAIT_PART_S:
-        yield WAIT_PART_S
-        total_s -= WAIT_PART_S
+    part_s = max(_PART_S, total_s / _MOST_PARTS)
+    while total_s > part_s:
+        yield part_s
+        total_s -= part_s
     yield max(0.0, total_s)
