@@ -56,6 +56,7 @@ def test_a_machine_on_which_it_cannot_run_is_refused(changed: dict[str, Any], wh
         check(msgspec.structs.replace(GOOD, **changed), "1b", (90,))
 
 
+@pytest.mark.deep
 def test_this_machine_has_no_gpu_for_it(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"built without CUDA|no NVIDIA driver|torch sees no GPU"):
         check(device.read_facts(), "tiny", ())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 from types import SimpleNamespace
 from vllm.config.kernel import IrOpPriorityConfig
@@ -23,6 +25,7 @@ print(op.IrOp.registry["rms_norm"].get_priority(), op._ENABLE_TORCH_WRAP)
 """
 
 
+@pytest.mark.deep
 def test_a_guest_takes_the_priorities_of_its_configuration() -> None:
     # They hold for a whole process, so not for the one that runs the tests.
     told = subprocess.run(

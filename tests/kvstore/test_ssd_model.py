@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -264,4 +265,4 @@ class SsdMachine(RuleBasedStateMachine):
 SsdMachine.TestCase.settings = settings(
     max_examples=num_examples(100), stateful_step_count=30, deadline=None, derandomize=True
 )
-TestSsdTier = SsdMachine.TestCase
+TestSsdTier = pytest.mark.deep(SsdMachine.TestCase)
