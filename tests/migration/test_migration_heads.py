@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -149,10 +150,25 @@ class StandingStill:
         pass
 
 
-def collected(channel: StandingStill, monkeypatch: pytest.MonkeyPatch) -> int:
+def collected(
+    channel: StandingStill,
+    monkeypatch: pytest.MonkeyPatch,
+    pid: int | None = None,
+    *,
+    is_one_of_several: bool = False,
+) -> int:
     """Number of outputs of one step of a guest at the other end of ``channel``."""
     monkeypatch.setattr(guest_client, "time", channel)
-    link = GuestClient("g", channel, None, lambda: 1, STALL_S)  # type: ignore[arg-type]
+    link = GuestClient(
+        "g",
+        channel,  # type: ignore[arg-type]
+        None,  # type: ignore[arg-type]
+        lambda: 1,
+        STALL_S,
+        is_one_of_several=is_one_of_several,
+    )
+    if pid is not None:
+        link.watch(pid)
     link.submit(messages.GetUsage(), TensorBundle())
     return len(link.collect(1))
 
@@ -167,6 +183,18 @@ def test_time_in_which_the_host_stood_still_does_not_count_against_its_guest(
 def test_a_guest_that_alone_is_silent_as_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(GuestLostError, match="nothing came"):
         collected(StandingStill(0.0, 1000), monkeypatch)
+
+
+def test_a_guest_of_several_processes_may_wait_longer_for_its_siblings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_looks = 12  # a guest that stands still alone has four
+    idle = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    with idle, pytest.raises(GuestLostError, match="nothing came"):
+        collected(StandingStill(0.0, num_looks), monkeypatch, idle.pid)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as idle:
+        channel = StandingStill(0.0, num_looks)
+        assert collected(channel, monkeypatch, idle.pid, is_one_of_several=True) == 1
 
 
 def _no_text(_: Any, tensor: torch.Tensor) -> Any:

@@ -28,6 +28,9 @@ _FACTOR = 10.0
 _SMOOTHING = 0.2
 R = TypeVar("R", bound=messages.Reply)
 CONTROL_TIMEOUT_S = 5.0
+SIBLINGS_FACTOR = 5
+"""Factor of the time for which a guest of several processes may stand still: each waits for the
+partial sums of the others, also of one whose host has not sent its work yet."""
 _LOOKS = 4
 """Number of looks at a guest within the time for which it may stand still."""
 
@@ -66,7 +69,8 @@ class GuestClient:
             processor use is not visible from here, the maximum silence beyond the expected time of
             its work.
         is_one_of_several: True if the guest has several processes. A process that is given up is
-            then killed, since the others would wait for its partial sums for ever.
+            then killed, since the others would wait for its partial sums for ever. It may stand
+            still ``SIBLINGS_FACTOR`` times as long, since it waits for those of the others.
 
     Attributes:
         lost: Reason why the guest was given up; None if it was not.
@@ -109,6 +113,7 @@ class GuestClient:
         self._channel = channel
         self._epoch = epoch
         self._stall_s = stall_s
+        self._still_s = stall_s * (SIBLINGS_FACTOR if is_one_of_several else 1)
         self._pulse = Pulse(None)
         self._lock = threading.RLock()
         self._times = AnswerTimes(stall_s)
@@ -317,7 +322,7 @@ class GuestClient:
         """
         asked_s = since_s = looked_s = time.perf_counter()
         until_s = asked_s + deadline_s
-        still_s = max(still_s, self._stall_s / self.share)
+        still_s = max(still_s, self._still_s / self.share)
         look_s = self._stall_s / _LOOKS
         while True:
             try:
