@@ -21,6 +21,8 @@ _STORE = ("banaserve/kvstore", "csrc")
 _REQUESTS = ("banaserve/serving/requests", "banaserve/engine/connector", *_STORE)
 _SERVER = (*_REQUESTS, "banaserve/frontdoor", "banaserve/orchestrator")
 _MOVES = ("banaserve/migration", "banaserve/transport")
+_TRACED = ("benchmarks/drivers/traced.py", "benchmarks/drivers/traced_connector.py")
+_SILICON = (*_SIMULATOR, "banaserve/silicon", "benchmarks/silicon.py")
 _PACE = ("banaserve/pacing", "banaserve/orchestrator/control/costs")
 
 MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
@@ -44,19 +46,25 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
         "handover-moved": (*_REQUESTS, *_MOVES, "benchmarks/handover_moved.py"),
         "kvstore": (*_STORE, "benchmarks/kvstore"),
         "migration": (*_MOVES, "benchmarks/migration.py"),
-        "network": ("banaserve/kvstore/peers", "banaserve/transport", "benchmarks/network"),
+        "network": (
+            "banaserve/kvstore/peers",
+            "banaserve/kvstore/daemon/connections",
+            "banaserve/kvstore/daemon/pushes",
+            "banaserve/transport",
+            "benchmarks/network",
+        ),
         "orchestrator": (*_SIMULATOR, "benchmarks/orchestrator.py"),
         "overlap": (*_MOVES, *_PACE, "benchmarks/overlap"),
         "pacing": (*_PACE, "benchmarks/pacing.py"),
-        "pipeline": (*_STORE, "banaserve/engine/connector", "benchmarks/pipeline.py"),
-        "prefix-ttft": (*_REQUESTS, "benchmarks/prefix_ttft.py"),
+        "pipeline": (*_STORE, "banaserve/engine/connector", "benchmarks/pipeline.py", *_TRACED),
+        "prefix-ttft": (*_REQUESTS, "benchmarks/prefix_ttft.py", *_TRACED),
         "rebalancing": (*_REQUESTS, *_PACE, "banaserve/orchestrator", "benchmarks/rebalancing.py"),
         "recovery": (*_REQUESTS, "banaserve/serving/liveness", "benchmarks/recovery"),
         "regions": ("route/banaserve_route", *_SIMULATOR),
         "router": ("route/banaserve_route/balancer", "banaserve/base/net", "benchmarks/router"),
         "short-prompts": (*_REQUESTS, "benchmarks/short_prompts.py"),
-        "silicon": (*_SIMULATOR, "banaserve/silicon", "benchmarks/silicon.py"),
-        "silicon-runs": (*_SIMULATOR, "banaserve/silicon", "benchmarks/whole_runs.py"),
+        "silicon": _SILICON,
+        "silicon-runs": (*_SILICON, "benchmarks/whole_runs.py"),
         "simulate-paper": (
             *_SIMULATOR,
             "banaserve/orchestrator/planner",

@@ -38,7 +38,7 @@ def wait_parts(total_s: float) -> Iterator[float]:
     """Yield the lengths of the short waits of which a wait of ``total_s`` seconds consists.
 
     A short wait that ends late counts only with its length: while the whole machine stands still,
-    a peer cannot answer either.
+    a peer cannot answer either. A second wait for the same deadline has to extend it.
     """
     part_s = max(_PART_S, total_s / _MOST_PARTS)
     while total_s > part_s:

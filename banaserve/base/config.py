@@ -470,7 +470,8 @@ class ServeConfig:
     )
     migration_stall_s: float | None = _migration(
         "silence beyond the time of its work after which a guest is given up (default: "
-        f"{GUEST_STALL_ON_CPU_S:g} on CPUs, {GUEST_STALL_ON_GPU_S:g} on GPUs)",
+        f"{GUEST_STALL_ON_CPU_S:g} on CPUs, {GUEST_STALL_ON_GPU_S:g} on GPUs); five times as long "
+        "for a guest of several processes",
         None,
         kind=float,
         rule=Rule(lambda value: value > 0, "must be above 0"),

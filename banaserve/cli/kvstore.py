@@ -32,7 +32,6 @@ def start(options: DaemonOptions) -> None:
     warn_of_rivalries((PluginGroup.STORE_TIERS, urlsplit(options.distributed).scheme))
     if options.ssd is not None:
         check_usable(options.ssd)
-    options.check()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s kvstore %(levelname)s %(message)s")
     serve(options, lambda: announce_ready(options.ready_fd))
 

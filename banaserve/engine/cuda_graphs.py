@@ -10,12 +10,7 @@ import os
 from argparse import Namespace
 
 from banaserve.contracts.environment import GRAPHS_VARIABLE
-from banaserve.engine.compat.config import (
-    CompilationMode,
-    CUDAGraphMode,
-    VllmConfig,
-    is_on_cpu,
-)
+from banaserve.engine.compat.config import CompilationMode, CUDAGraphMode, VllmConfig, is_on_cpu
 
 
 def choose_graphs(args: Namespace) -> bool:

@@ -32,7 +32,8 @@ class MigrationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     Attributes:
         kv_growth: Maximum size of the pool as a multiple of its initial blocks; it reserves address
             space, not memory.
-        stall_s: Maximum time a guest may neither answer nor use its processor, in seconds.
+        stall_s: Maximum time a guest may neither answer nor use its processor, in seconds; five
+            times as long for a guest of several processes.
         overlap: Maximum number of micro-batches of a step, for host and guests to compute
             concurrently; 1: the host waits for its guests.
         guest_saves: True if guests copy the KV of their layers to the store themselves.

@@ -127,10 +127,6 @@ def _check_chosen(name: str, chosen: tuple[int, ...], count: int) -> None:
     _require(valid, name, chosen, "one or more, each once, below", count)
 
 
-def _seen(tensor: torch.Tensor) -> str:
-    return f"shape {tuple(tensor.shape)}"
-
-
 def _require(holds: bool, argument: str, seen: object, *allowed: object) -> None:
     # The text is made only for an error: these checks run before every launch.
     if holds:

@@ -10,13 +10,7 @@ from banaserve.base.errors import BanaServeError
 from banaserve.base.net.framing import MessageReader, receive_async
 from banaserve.base.platform.linux import since_received_s
 from banaserve.nodes.credentials import ClusterCredentials
-from banaserve.nodes.messages import (
-    FRAMING,
-    MAX_MESSAGE_BYTES,
-    Beat,
-    NodeMessage,
-    NodeRefused,
-)
+from banaserve.nodes.messages import FRAMING, MAX_MESSAGE_BYTES, Beat, NodeMessage, NodeRefused
 
 BEAT_S = 0.5
 SILENT_S = 2.5

@@ -17,6 +17,9 @@ from banaserve.base.errors import ProtocolError
 from banaserve.nodes.link import CHUNK_BYTES, NodeLink, NodeLostError
 from banaserve.nodes.messages import MAX_CHANNELS, ChannelClosed, ChannelOpened, Data
 
+SOCKET_NAMES = ("h", "i", "o")
+"""Suffixes of the names of an engine's sockets: handshake, input and output."""
+
 
 class Relay:
     """Connections to Unix sockets that continue over a link. Each side of the link has a relay."""

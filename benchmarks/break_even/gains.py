@@ -16,11 +16,7 @@ from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.orchestrator.control.model.learnt_time import StepWork
 from banaserve.orchestrator.control.model.moving import migration_s
 from banaserve.orchestrator.control.projection import slabs
-from banaserve.orchestrator.planner.candidates.modules import (
-    has_room,
-    net_relief,
-    step_time_s,
-)
+from banaserve.orchestrator.planner.candidates.modules import has_room, net_relief, step_time_s
 from banaserve.orchestrator.planner.candidates.planning import Ledger
 
 PROFILES = ("opt-13b-a100", "llama-3.1-8b-h100", "llama-3.1-70b-h100-tp4")

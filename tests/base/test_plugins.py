@@ -10,13 +10,7 @@ import pytest
 from banaserve.base.plugins import PluginGroup, load_plugins
 from banaserve.cli.plugins import REGISTRIES, rivalries, use_plugins
 from banaserve.orchestrator.control.routing import registry as routing
-from installed_packages import (
-    ROUTING,
-    install,
-    of_others,
-    plugin_site,
-    routing_plugin,
-)
+from installed_packages import ROUTING, install, of_others, plugin_site, routing_plugin
 
 ROUTING_GROUP, REPLICA_GROUP, MIGRATION_GROUP, TIER_GROUP = PluginGroup
 

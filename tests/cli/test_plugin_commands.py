@@ -24,14 +24,7 @@ from banaserve.cli.terminal.completion import candidates
 from banaserve.kvstore.client.admin import fetch_stats
 from banaserve.kvstore.daemon import process as daemon
 from banaserve.kvstore.tiers.registry import TIERS, distributed_spec
-from installed_packages import (
-    MIGRATION,
-    REPLICAS,
-    TIER,
-    install,
-    plugin_site,
-    routing_plugin,
-)
+from installed_packages import MIGRATION, REPLICAS, TIER, install, plugin_site, routing_plugin
 from ports import free_port
 from store_process import fork_store
 

@@ -14,10 +14,7 @@ from vllm import _custom_ops as ops
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from banaserve.engine.compat.config import is_on_cpu
-from banaserve.engine.engine_args import (
-    goes_without_rotary_kernel,
-    rotate_latents_in_torch,
-)
+from banaserve.engine.engine_args import goes_without_rotary_kernel, rotate_latents_in_torch
 
 HEADS, SIZE, POSITIONS = 4, 64, 16
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,11 +21,7 @@ from banaserve.migration.host.block_mover import BlockMover
 from banaserve.migration.kv.host_kv import HostKv
 from banaserve.migration.kv.kv_staging import StagingBuffer, make_kv
 from banaserve.migration.kv.remote_kv import StagedRemoteKv
-from banaserve.migration.modules.paged_attention import (
-    KernelsAttention,
-    StepBatches,
-    write_tokens,
-)
+from banaserve.migration.modules.paged_attention import KernelsAttention, StepBatches, write_tokens
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.tensors import to_device, to_host
 from banaserve.transport.interface import TransportOptions
@@ -55,7 +52,8 @@ def test_blocks_go_to_a_guest_and_home(
     unit: Any = SimpleNamespace(
         names=[NAMES[layer] for layer in layers],
         heads=lambda name: chosen.get(NAMES.index(name)),
-        away=None,
+        single_blocks=None,
+        holding=contextlib.nullcontext,
     )
     moved = {name: list(unit.heads(name) or range(KV_HEADS)) for name in unit.names}
     options = TransportOptions(folder=str(tmp_path), secret=secrets.token_bytes(32))

@@ -18,9 +18,9 @@ from banaserve.kernels.tiling import choose_tiling, next_power_of_2
 from banaserve.kernels.triton import attention, merge, pack
 
 INT32 = ("block_table", "query_start", "query_position", "range_start", "range_end")
-DATA = {"query", "key", "value", "output", "outputs", "cache", "pages", "part", "whole"}
+DATA = {"query", "key", "value", "output", "outputs", "cache", "pages"}
 POINTERS = {
-    **dict.fromkeys((*INT32, "kv_heads", "query_groups", "groups"), "*i32"),
+    **dict.fromkeys((*INT32, "kv_heads", "query_groups"), "*i32"),
     **dict.fromkeys(("lse", "lses"), "*fp32"),
     "block_ids": "*i64",
 }

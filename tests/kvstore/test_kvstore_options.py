@@ -17,13 +17,7 @@ from banaserve.kvstore.daemon.process import main
 from banaserve.kvstore.daemon.tiering.attached_tier import attach
 from banaserve.kvstore.leases import Lookup, Slot
 from banaserve.kvstore.pool import Board, BoardView
-from banaserve.kvstore.tiers.registry import (
-    TIERS,
-    TierEntry,
-    TierSpec,
-    distributed_spec,
-    open_tier,
-)
+from banaserve.kvstore.tiers.registry import TIERS, TierEntry, TierSpec, distributed_spec, open_tier
 
 SOCKET = Path("store.sock")
 

@@ -22,13 +22,7 @@ from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.daemon.connections.peer_server import PeerServer
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.leases import Lookup
-from banaserve.kvstore.peers.messages import (
-    VERSION,
-    PeerHello,
-    PeerWelcome,
-    message_of,
-    reply_in,
-)
+from banaserve.kvstore.peers.messages import VERSION, PeerHello, PeerWelcome, message_of, reply_in
 from banaserve.kvstore.peers.options import PeerOptions
 from banaserve.transport.channels.connect import over_tcp
 from banaserve.transport.channels.threaded_server import MAX_STRANGERS, ConnectionPlaces

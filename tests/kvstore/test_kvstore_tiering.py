@@ -235,6 +235,29 @@ def test_another_slot_size_waits_for_copies_under_way(
     assert store.service.stats().used_slots == 0
 
 
+def test_a_block_that_arrives_while_the_pool_is_cut_anew_is_written_nowhere(
+    stack: ExitStack,
+) -> None:
+    peer, disk = ScriptedTier("peer"), ScriptedTier("disk")
+    store = Store(stack, peer, disk)
+    disk.takes_stores = False  # as in the pause after a failed write
+    store.write(*KEYS[:2])
+    while peer.stores:
+        peer.end()
+        store.turn()
+    store.tiering.tiers[1].backlog.clear()
+    store.forget()
+    store.release(store.exchange(KEYS[:2]))
+    peer.end(only="load")
+    store.service.leave(1)
+    wide = msgspec.structs.replace(FINGERPRINT, page_bytes=4096)
+    hello = wire.ClientHello(1, wire.PROTOCOL_VERSION, "wide", wide)
+    assert isinstance(store.service.greet(2, hello), wire.Welcome)
+    disk.takes_stores = True
+    store.turn()
+    assert disk.stores == {}
+
+
 def test_clear_empties_memory_and_tiers(stack: ExitStack) -> None:
     store, tier = filled(stack, *KEYS[:4])
     store.write(KEYS[5])

@@ -11,13 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from banaserve.base.errors import MigrationError, UserError
-from banaserve.contracts.migration_api import (
-    Migration,
-    MoveExperts,
-    MoveHeads,
-    MoveLayers,
-    Return,
-)
+from banaserve.contracts.migration_api import Migration, MoveExperts, MoveHeads, MoveLayers, Return
 from migration_doubles import LAYERS, Cluster, done
 from waiting import until
 

@@ -22,12 +22,7 @@ from banaserve.serving.moves.sizes import (
     _checkpoint_layer_bytes,
     check_room,
 )
-from banaserve.serving.moves.timeouts import (
-    MAX_TIMEOUT_S,
-    MoveStage,
-    copies_again,
-    timeout_s,
-)
+from banaserve.serving.moves.timeouts import MAX_TIMEOUT_S, MoveStage, copies_again, timeout_s
 
 SHAPE = ModelGeometry(30, 3)
 LAYERS = LayerRange

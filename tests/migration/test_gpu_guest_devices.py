@@ -21,19 +21,11 @@ from banaserve.migration.modules.head_split import RemoteHeads
 from banaserve.migration.modules.remote_layers import RemoteLayers
 from banaserve.migration.ranks import Ranks
 from banaserve.migration.rpc import tensors
-from banaserve.migration.rpc.messages import (
-    AttentionSlice,
-    GuestAddress,
-    KvShape,
-)
+from banaserve.migration.rpc.messages import AttentionSlice, GuestAddress, KvShape
 from banaserve.migration.rpc.tensors import TensorBundle, restore, to_wire
 from banaserve.migration.units import guest_unit
 from banaserve.migration.units.context import BuildContext, GuestContext
-from banaserve.migration.units.heads import (
-    BuildHeads,
-    DescribedStep,
-    GuestHeads,
-)
+from banaserve.migration.units.heads import BuildHeads, DescribedStep, GuestHeads
 from banaserve.migration.units.layers import LayerRange
 from banaserve.serving.launch import launcher as launchers
 from banaserve.serving.launch.devices import Devices, check_groups

@@ -20,11 +20,7 @@ from banaserve.migration.host.block_mover import BlockMover
 from banaserve.migration.host.unit_builder import UnitBuilder
 from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker
 from banaserve.migration.kv.host_kv import HostKv, KvRun
-from banaserve.migration.kv.remote_kv import (
-    BACKGROUND_GRACE_S,
-    STEP_GRACE_S,
-    RemoteKv,
-)
+from banaserve.migration.kv.remote_kv import BACKGROUND_GRACE_S, STEP_GRACE_S, RemoteKv
 from banaserve.migration.kv.store_copier import StoreCopier
 from banaserve.migration.rpc import messages
 from banaserve.migration.time_hook import REAL_TIME, TimeHook
@@ -34,10 +30,7 @@ from banaserve.migration.units.heads import HeadSet
 from banaserve.migration.units.host_unit import HostUnit
 from banaserve.migration.units.layers import LayerRange
 from banaserve.transport.errors import PeerGoneError
-from banaserve.transport.interface import (
-    Transport,
-    TransportOptions,
-)
+from banaserve.transport.interface import Transport, TransportOptions
 from banaserve.transport.regions.offered_region import OfferedRegion
 from banaserve.transport.registry import create
 from unit_doubles import unit_of

@@ -12,13 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from banaserve.base.errors import MigrationError
-from banaserve.contracts.move_phase import (
-    ALLOWED,
-    OPEN,
-    ModelGeometry,
-    MovePhase,
-    check_step,
-)
+from banaserve.contracts.move_phase import ALLOWED, OPEN, ModelGeometry, MovePhase, check_step
 from banaserve.migration.host.host import KEPT, MoveBook
 from banaserve.migration.host.move import Move
 from banaserve.migration.units.base import MigrationUnit, check_free, overlap

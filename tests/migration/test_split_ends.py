@@ -23,11 +23,7 @@ from banaserve.migration.ranks import Ranks
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.migration.rpc.tensors import TensorBundle, from_wire, restore
-from banaserve.migration.units.context import (
-    Context,
-    HostContext,
-    OlderBlocks,
-)
+from banaserve.migration.units.context import Context, HostContext, OlderBlocks
 from banaserve.migration.units.registry import HostUnits, decode_request
 from banaserve.transport.channels.connect import over_unix
 from banaserve.transport.errors import PeerGoneError

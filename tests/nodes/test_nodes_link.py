@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -215,15 +216,26 @@ def test_silence_is_noticed_and_beats_are_none(monkeypatch: pytest.MonkeyPatch) 
     asyncio.run(run())
 
 
-def test_a_stall_of_the_whole_machine_does_not_count_as_silence() -> None:
+def test_a_stall_of_the_whole_machine_does_not_count_as_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ahead_s = 0.0
+    monkeypatch.setattr(links, "since_received_s", lambda _: 10.0)
+
+    def stall() -> None:
+        nonlocal ahead_s
+        ahead_s += 10.0
+
     async def stall_between_messages(link: NodeLink) -> None:
         for _ in range(3):
-            asyncio.get_running_loop().call_soon(time.sleep, 0.5)  # both sides run in this loop
+            asyncio.get_running_loop().call_soon(stall)  # both sides run in this loop
             for _ in range(10):  # the other side's timer is handled before this side sends
                 await asyncio.sleep(0)
             await link.send(Done())
 
     async def run() -> None:
+        loop: Any = asyncio.get_running_loop()
+        loop.time = lambda: time.monotonic() + ahead_s
         async with door(stall_between_messages) as port:
             tls = ClusterCredentials.of(KEY).client
             ends = await asyncio.open_connection("127.0.0.1", port, ssl=tls, server_hostname="")

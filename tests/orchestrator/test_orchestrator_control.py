@@ -23,14 +23,7 @@ from banaserve.base.types import (
 )
 from banaserve.orchestrator.control.move_policies import registry
 from banaserve.orchestrator.control.move_policies.interface import MigrationPlan
-from banaserve.orchestrator.control.turn import (
-    ControlLimits,
-    Held,
-    Mode,
-    Remembered,
-    turn,
-    words,
-)
+from banaserve.orchestrator.control.turn import ControlLimits, Held, Mode, Remembered, turn, words
 
 P0, P1, D0 = InstanceId("p0"), InstanceId("p1"), InstanceId("d0")
 LAYERS = MoveModule(D0, P0, Module(10, 20), 1000)

@@ -9,12 +9,7 @@ import pytest
 from banaserve.base.types import RequestId
 from banaserve_route.balancer.requests.routing_request import without_tried
 from banaserve_route.policies.fleet import Fleet, Report
-from banaserve_route.policies.interface import (
-    ReplicaId,
-    Request,
-    RoutingDecision,
-    RoutingReason,
-)
+from banaserve_route.policies.interface import ReplicaId, Request, RoutingDecision, RoutingReason
 from fleets import Views, fleet_of
 
 SYSTEM = b"a system prompt of sixty-four characters, no more and no fewer.." * 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.stats import IterationStats
 
 from banaserve.base.clock import WallClock
-from banaserve.base.types import NOWHERE, InstanceId, RequestView, Route
+from banaserve.base.types import InstanceId, RequestView, Route
 from banaserve.contracts.trace_events import TraceLine
 from banaserve.engine.compat import engine as compat
 from banaserve.engine.connector.handover import Handover
@@ -153,9 +153,6 @@ class Engines:
         prefill, decode = self._prefill, cast("Any", self._left.pop(0))
         route = Route(prefill.id if prefill else None, decode.id, "")
         return RoutedLegs(asked, route, cast("Any", prefill), decode)
-
-    def resident_tokens(self, _: compat.EngineCoreRequest) -> Mapping[InstanceId, int]:
-        return NOWHERE
 
 
 def job(params: SamplingParams, name: str = "r", **more: Any) -> RequestContext:

@@ -26,12 +26,7 @@ from banaserve.serving.moves import guest_monitor
 from banaserve.serving.roles.drain import Drains
 from banaserve.serving.scaling import factory as factories
 from banaserve.serving.scaling.autoscaler import Autoscaler
-from banaserve.serving.scaling.plan import (
-    InstanceCounts,
-    InstanceLoad,
-    plan_leaving,
-    plan_scaling,
-)
+from banaserve.serving.scaling.plan import InstanceCounts, InstanceLoad, plan_leaving, plan_scaling
 from migration_doubles import LAYERS, done
 from scaling_doubles import Factory, scaler_of
 from waiting import until

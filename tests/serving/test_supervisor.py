@@ -18,7 +18,6 @@ pytest.importorskip("vllm")
 import model_shapes
 from banaserve.base.clock import WallClock
 from banaserve.base.errors import InstanceDeadError
-from banaserve.base.platform.processes import in_daemon_thread
 from banaserve.base.run_dir import RunDir
 from banaserve.base.types import InstanceId, Role
 from banaserve.serving import instance as instances
@@ -53,17 +52,29 @@ def instance(folder: Path, connect: Callable[[object], object]) -> Any:
 
 
 async def test_an_engine_that_ends_before_it_is_connected_is_not_waited_for(
-    tmp_path: Path, process: subprocess.Popen[bytes]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, process: subprocess.Popen[bytes]
 ) -> None:
     never = threading.Event()
-    made = instance(tmp_path, lambda _: never.wait())
-    made.pid = process.pid
-    connected = in_daemon_thread(lambda: made._connect({}))
-    connecting = asyncio.create_task(made._unless_ended(connected))
-    await asyncio.sleep(0)
-    process.kill()
+
+    def connect(_: object) -> None:
+        process.kill()
+        never.wait()
+
+    async def at_once(*_: object) -> None: ...
+
+    async def launched(*_: object) -> int:
+        return process.pid
+
+    monkeypatch.setattr(instances, "startup_handshake", at_once)
+    made = instance(tmp_path, connect)
+    made._launcher = SimpleNamespace(
+        start=launched,
+        address_there=lambda _, address: address,
+        has_lost_parent=lambda _: False,
+        place_of=made._launcher.place_of,
+    )
     with pytest.raises(InstanceDeadError, match="instance x0 ended while starting"):
-        await asyncio.wait_for(connecting, 30.0)
+        await asyncio.wait_for(made.start(30.0), 30.0)
     never.set()
     made.kill()  # its process id is no longer its own
 

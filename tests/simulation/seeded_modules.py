@@ -21,12 +21,7 @@ from banaserve.migration.modules.remote_layers import RunLayers
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.tensors import TensorBundle, from_wire, restore
 from banaserve.migration.units.guest_unit import Answer, GuestServices, GuestUnit
-from banaserve.migration.units.heads import (
-    BuildHeads,
-    DescribedStep,
-    HeadStep,
-    HostHeads,
-)
+from banaserve.migration.units.heads import BuildHeads, DescribedStep, HeadStep, HostHeads
 from banaserve.migration.units.layers import BuildLayers
 from banaserve.serving.moves.sizes import ModelFacts
 from banaserve.transport.interface import Tensor, Transport

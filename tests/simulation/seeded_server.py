@@ -28,12 +28,7 @@ from banaserve.base.config import Budget
 from banaserve.base.errors import BanaServeError, InstanceDeadError, MigrationError, UserError
 from banaserve.base.run_dir import RunDir
 from banaserve.base.types import InstanceId, Role
-from banaserve.contracts.migration_api import (
-    MigrationRequest,
-    MoveHeads,
-    MoveLayers,
-    Return,
-)
+from banaserve.contracts.migration_api import MigrationRequest, MoveHeads, MoveLayers, Return
 from banaserve.contracts.move_phase import ALLOWED, MovePhase
 from banaserve.contracts.restart_api import RestartRequest
 from banaserve.engine.compat.requests import GracefulHTTPError

@@ -11,11 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import transport_harness as harness
-from banaserve.transport.errors import (
-    RefusedError,
-    StaleEpochError,
-    TransportError,
-)
+from banaserve.transport.errors import RefusedError, StaleEpochError, TransportError
 from banaserve.transport.memory import PAGE_BYTES, SLICE_BYTES, Memory
 from depth import num_examples
 

@@ -26,7 +26,8 @@ class StallingPoll:
 
     Args:
         clock: Present time in seconds; a stall advances it by ten seconds.
-        num_stalls: Number of waits that stall, after which ``resume`` is called.
+        num_stalls: Number of waits that stall.
+        resume: Called after the stalls, before each further wait.
     """
 
     def __init__(self, clock: list[float], num_stalls: int, resume: Callable[[], None]) -> None:

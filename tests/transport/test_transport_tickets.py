@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
-from banaserve.transport.errors import (
-    PeerGoneError,
-    TransferCancelledError,
-    TransferTimeoutError,
-)
+from banaserve.transport.errors import PeerGoneError, TransferCancelledError, TransferTimeoutError
 from banaserve.transport.memory import Memory, Plan
+from banaserve.transport.regions import remote_region
 from banaserve.transport.regions.descriptor import RegionDescriptor
 from banaserve.transport.regions.remote_region import MAX_HELP_BYTES, RemoteRegion, Ticket
 
@@ -118,4 +116,39 @@ def test_a_helper_that_is_interrupted_leaves_nobody_waiting() -> None:
             break
     with pytest.raises(PeerGoneError, match="broken off"):
         ticket.wait(WAIT_S)
+    copies.close()
+
+
+class StallingEvent(threading.Event):
+    """An event whose first waits end late, as if the whole machine had stood still.
+
+    Args:
+        num_stalls: Number of these waits.
+        resume: Called at the first wait after them.
+    """
+
+    def __init__(self, num_stalls: int, resume: Callable[[], None]) -> None:
+        super().__init__()
+        self._left, self._resume = num_stalls, resume
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._left -= 1
+        if self._left >= 0:
+            return False
+        self._resume()
+        return super().wait(WAIT_S)
+
+
+@pytest.mark.parametrize(("num_stalls", "is_late"), [(3, False), (4, True)])
+def test_a_stall_of_the_whole_machine_does_not_count_against_a_copy(
+    monkeypatch: pytest.MonkeyPatch, num_stalls: int, is_late: bool
+) -> None:
+    copies = Copies(False)
+    waited = StallingEvent(num_stalls, copies.go_on.set)
+    monkeypatch.setattr(remote_region.threading, "Event", lambda: waited)
+    ticket = copies.submit(plan(0))
+    monkeypatch.undo()
+    assert copies.begun.wait(WAIT_S)
+    with pytest.raises(TransferTimeoutError) if is_late else nullcontext():
+        ticket.wait(1.0)  # in four parts
     copies.close()

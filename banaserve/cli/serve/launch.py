@@ -102,9 +102,9 @@ def prepared(
         instance_bytes = _instance_bytes(model, engine_config)
         if not NodeOptions.of(config).are_used:
             needs.check_memory(config, instance_bytes, available_bytes)
-    launcher = _launcher(config, engine_config, argv, by_role, instance_bytes, run)
     make = SettingsMaker(config, model, engine_config, run)
     time = emulation.words(config)
+    launcher = _launcher(config, engine_config, argv, by_role, instance_bytes, run)
     try:
         yield Parts(
             config, engine_config, args, launcher, front, run, make, instance_bytes, time, by_role

@@ -13,11 +13,7 @@ from typing import Any, cast
 import numpy as np
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import (
-    EngineCoreOutput,
-    EngineCoreRequest,
-    FinishReason,
-)
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine import core as vllm_core
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState

@@ -29,11 +29,7 @@ from banaserve.engine.connector.block_hash import (
 )
 from banaserve.engine.connector.cache_groups import CacheGroups, pages
 from banaserve.engine.connector.latent_layout import check_latents
-from banaserve.engine.connector.metadata import (
-    ConnectorOptions,
-    StepResult,
-    TransferStats,
-)
+from banaserve.engine.connector.metadata import ConnectorOptions, StepResult, TransferStats
 from banaserve.engine.connector.scheduler_side.scheduler import StoreConnectorScheduler
 from banaserve.engine.connector.states import chunk_end
 from banaserve.engine.connector.worker_side.worker import RankShare, StoreConnectorWorker

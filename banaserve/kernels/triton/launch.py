@@ -45,13 +45,11 @@ def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]
 
 
 @functools.lru_cache(maxsize=4096)
-def index_tensor(
-    values: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.int32
-) -> torch.Tensor:
-    """Return ``values`` as a tensor on the device.
+def index_tensor(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return ``values`` as an int32 tensor on the device.
 
     The tensor is cached: a copy for each call would cost more than the kernel. The first call for
     some values copies from the host, which no graph can capture: run an operation once before it is
     captured.
     """
-    return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=torch.int32, device=device)

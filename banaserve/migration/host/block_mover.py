@@ -25,9 +25,7 @@ from banaserve.transport.memory import Memory
 from banaserve.transport.regions.offered_region import reserve
 
 if TYPE_CHECKING:
-    from banaserve.migration.units.host_unit import (
-        HostUnit,  # needs vLLM, copies do not
-    )
+    from banaserve.migration.units.host_unit import HostUnit  # needs vLLM, copies do not
 
 _BOUNCE_BYTES = 8 << 20
 _ROUND_BYTES = 64 << 20

@@ -18,9 +18,7 @@ from banaserve.kernels.interface import Kernels
 from banaserve.migration.kv.host_kv import DeviceKv, make_slab
 from banaserve.migration.rpc.messages import CopyPages, KvShape
 from banaserve.migration.rpc.tensors import bytes_of, dtype_named
-from banaserve.transport.interface import (
-    Transport,
-)
+from banaserve.transport.interface import Transport
 from banaserve.transport.regions.offered_region import OfferedRegion
 
 STAGING_BYTES = 32 << 20

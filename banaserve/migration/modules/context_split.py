@@ -238,6 +238,7 @@ class ContextAttention(ReplacedAttention):
         ranks: Ranks,
     ) -> None:
         super().__init__(layer)
+        self._layer = layer
         self._pages = pages
         self._ranks = ranks
         self._name = name
@@ -248,7 +249,7 @@ class ContextAttention(ReplacedAttention):
     def arrange(self, remote: RemoteContext | None) -> None:
         """Set the guest with older blocks, between two steps; None: all blocks are here."""
         self._remote = remote
-        self._install(remote is not None)
+        self._install(self._layer, remote is not None)
 
     def _leaves_to_inner(self) -> bool:
         return self._remote is None or self._remote.plan() is None

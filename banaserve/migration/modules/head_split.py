@@ -215,6 +215,7 @@ class SplitAttention(ReplacedAttention):
         on_lost: Callable[[GuestClient, GuestLostError], None],
     ) -> None:
         super().__init__(layer)
+        self._layer = layer
         self._config = config
         self._name = name
         self._step_context = step_context
@@ -231,7 +232,7 @@ class SplitAttention(ReplacedAttention):
             _Away(index_of(self._layer, heads), query_heads(self._layer, heads), where)
             for heads, where in ((sorted(heads), where) for heads, where in remote.items())
         ]
-        self._install(bool(away))
+        self._install(self._layer, bool(away))
 
     def _stay(self, here: Sequence[int]) -> VllmHeads | KernelsHeads:
         if isinstance(self.inner, KernelsAttention):

@@ -113,7 +113,7 @@ class KernelsAttention(ReplacedAttention):
         self._batches = batches
         self.splits_only = splits_only
         self._heads = all_heads(layer.num_heads, layer.num_kv_heads)
-        self._install()
+        self._install(layer)
 
     def do_kv_cache_update(
         self,

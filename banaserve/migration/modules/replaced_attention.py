@@ -38,15 +38,15 @@ class ReplacedAttention(ABC):
     """
 
     def __init__(self, layer: Any) -> None:
+        # No reference to the layer: the cycle would keep the KV of a unit that a guest releases.
         self.inner = layer.impl
-        self._layer = layer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["inner"], name)
 
-    def _install(self, is_wanted: bool = True) -> None:
+    def _install(self, layer: Any, is_wanted: bool = True) -> None:
         """Take the place of ``inner``, or give it back; between two steps only."""
-        set_implementation(self._layer, self if is_wanted else self.inner)
+        set_implementation(layer, self if is_wanted else self.inner)
 
     def forward(
         self,

@@ -24,11 +24,7 @@ from banaserve.migration.rpc.tensors import (
     memory_of,
 )
 from banaserve.transport.channels.frames import ELSEWHERE
-from banaserve.transport.interface import (
-    MAX_DIMENSIONS,
-    Tensor,
-    Transport,
-)
+from banaserve.transport.interface import MAX_DIMENSIONS, Tensor, Transport
 from banaserve.transport.regions.offered_region import OfferedRegion
 from banaserve.transport.regions.remote_region import RemoteRegion
 

@@ -18,11 +18,7 @@ from banaserve.engine.compat.runner_hooks import window_tokens
 from banaserve.kernels.interface import HEAD_SIZES, Batch, PartialAttention
 from banaserve.migration import checks
 from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker, RemoteBlocks
-from banaserve.migration.modules.context_split import (
-    ContextAttention,
-    RemoteContext,
-    RunContext,
-)
+from banaserve.migration.modules.context_split import ContextAttention, RemoteContext, RunContext
 from banaserve.migration.modules.head_attention import VllmHeadAttention
 from banaserve.migration.modules.paged_attention import DevicePages, Pages, kernels_of, pages_of
 from banaserve.migration.rpc import messages

@@ -19,10 +19,7 @@ from banaserve.migration.modules.layer_proxy import Around
 from banaserve.migration.modules.partial_model import attends_with, device_of
 from banaserve.migration.rpc.messages import Build, CopyPages, Run, StepOutputs
 from banaserve.migration.rpc.tensors import TensorBundle, dtype_named
-from banaserve.transport.interface import (
-    Tensor,
-    Transport,
-)
+from banaserve.transport.interface import Tensor, Transport
 from banaserve.transport.memory import PAGE_BYTES
 from banaserve.transport.regions.descriptor import RegionDescriptor
 from banaserve.transport.regions.offered_region import OfferedRegion

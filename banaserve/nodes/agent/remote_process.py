@@ -12,17 +12,8 @@ from pathlib import Path
 from banaserve.base.errors import ProtocolError
 from banaserve.base.platform.processes import wait_dying, wait_ended, wait_readable
 from banaserve.nodes.link import CHUNK_BYTES, NodeLink, NodeLostError
-from banaserve.nodes.messages import (
-    ChannelClosed,
-    Data,
-    LogWritten,
-    ProcessDying,
-    ProcessEnded,
-)
+from banaserve.nodes.messages import ChannelClosed, Data, LogWritten, ProcessDying, ProcessEnded
 from banaserve.nodes.relay import Relay
-
-SOCKET_NAMES = ("h", "i", "o")
-"""Suffixes of the names of an engine's sockets: handshake, input and output."""
 
 Start = Callable[[Path], Awaitable[int]]
 """Function that starts the process, which logs to the given path, and returns its process id."""

@@ -23,7 +23,7 @@ from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.daemon.supervised import SupervisedStore
 from banaserve.kvstore.peers.options import PeerOptions
 from banaserve.migration.rpc.messages import GuestAddress
-from banaserve.nodes.agent.remote_process import SOCKET_NAMES, RemoteProcess
+from banaserve.nodes.agent.remote_process import RemoteProcess
 from banaserve.nodes.link import NodeLink
 from banaserve.nodes.messages import (
     Done,
@@ -38,6 +38,7 @@ from banaserve.nodes.messages import (
     StoreRestarted,
 )
 from banaserve.nodes.model_check import check_model
+from banaserve.nodes.relay import SOCKET_NAMES
 from banaserve.serving.launch.devices import Devices
 from banaserve.serving.launch.launcher import ForkLauncher, Launcher, SpawnLauncher
 from banaserve.serving.launch.messages import StartEngine, StartGuest

@@ -13,13 +13,7 @@ from banaserve.base.net.addresses import written
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import NodeLostError, connect
 from banaserve.nodes.measuring.link_measuring import measure_link
-from banaserve.nodes.messages import (
-    Inspect,
-    Inspected,
-    LinkMeasured,
-    MeasureLink,
-    NodeMessage,
-)
+from banaserve.nodes.messages import Inspect, Inspected, LinkMeasured, MeasureLink, NodeMessage
 from banaserve.nodes.places import AgentPlace
 
 T = TypeVar("T", bound=NodeMessage)

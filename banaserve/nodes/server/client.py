@@ -11,13 +11,7 @@ from banaserve.base.errors import ProtocolError
 from banaserve.base.net.addresses import written
 from banaserve.base.net.loop_watch import wait_first
 from banaserve.nodes.credentials import ClusterCredentials
-from banaserve.nodes.link import (
-    PATIENT_S,
-    SILENT_S,
-    NodeLink,
-    NodeLostError,
-    connect,
-)
+from banaserve.nodes.link import PATIENT_S, SILENT_S, NodeLink, NodeLostError, connect
 from banaserve.nodes.messages import (
     PROTOCOL,
     Data,

@@ -15,10 +15,10 @@ from banaserve.base.net.addresses import written
 from banaserve.base.types import Distance
 from banaserve.contracts.instances import NodeStatus
 from banaserve.kvstore.daemon.options import StoreOptions
-from banaserve.nodes.agent.remote_process import SOCKET_NAMES
 from banaserve.nodes.link import NodeLostError
 from banaserve.nodes.messages import JoinSession, SessionOpened
 from banaserve.nodes.places import Places
+from banaserve.nodes.relay import SOCKET_NAMES
 from banaserve.nodes.server import shim
 from banaserve.nodes.server.assignment import room
 from banaserve.nodes.server.client import NodeClient
@@ -144,6 +144,7 @@ class NodesLauncher(Launcher):
         return await self._start_guest(order)
 
     async def _start_engine(self, wanted: StartEngine) -> int:
+        digest = await self.pool.digest(wanted.vllm_argv)  # the node may be lost meanwhile
         instance_id = wanted.instance_id
         handshake = wanted.handshake_address.removeprefix("ipc://")
         stem = handshake.removesuffix(f".{SOCKET_NAMES[0]}")
@@ -153,7 +154,7 @@ class NodesLauncher(Launcher):
             instance_id,
             Path(stem).name,
             vllm_argv=wanted.vllm_argv,
-            model_digest=await self.pool.digest(wanted.vllm_argv),
+            model_digest=digest,
             instances=tuple(self._instances_of(self._place[instance_id])),
         )
         return self._start_shim(instance_id, order, targets, wanted.log_path)
@@ -175,6 +176,7 @@ class NodesLauncher(Launcher):
         return GuestPlace(channel, crossing, folder, here.host, is_elsewhere=here is not there)
 
     async def _start_guest(self, wanted: StartGuest) -> int:
+        digest = await self.pool.digest(wanted.vllm_argv)  # the node may be lost meanwhile
         target = wanted.address.target
         opened, listen_host = self._opened(target), self._client_of(target).host
         own = msgspec.structs.replace(wanted.address, folder=opened.folder, listen_host=listen_host)
@@ -182,7 +184,7 @@ class NodesLauncher(Launcher):
             opened.incarnation,
             guest=msgspec.json.encode(own),
             vllm_argv=wanted.vllm_argv,
-            model_digest=await self.pool.digest(wanted.vllm_argv),
+            model_digest=digest,
         )
         return self._start_shim(target, order, {}, wanted.log_path)
 

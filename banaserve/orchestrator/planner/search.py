@@ -30,12 +30,7 @@ from banaserve.orchestrator.planner.candidates.planning import (
     placements_of,
     steps_of,
 )
-from banaserve.orchestrator.planner.decision import (
-    Decision,
-    LoadMemory,
-    PlannedMove,
-    Situation,
-)
+from banaserve.orchestrator.planner.decision import Decision, LoadMemory, PlannedMove, Situation
 from banaserve.orchestrator.planner.forecast_profile import profile_of
 from banaserve.orchestrator.planner.forecasting.forecast import (
     Forecast,

@@ -16,11 +16,12 @@ from banaserve.serving.launch.budgets import Budgets
 
 
 class RoleEngine(NamedTuple):
-    """Configuration of engines that are made for one role: another tensor-parallel degree.
+    """Configuration of the engines of a role.
 
     Attributes:
         config: vLLM's configuration.
-        argv: vLLM's options that ``config`` was made from.
+        argv: vLLM's options that ``config`` was made from; empty for those that the launcher was
+            made with.
     """
 
     config: VllmConfig

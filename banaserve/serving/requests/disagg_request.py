@@ -16,33 +16,16 @@ from dataclasses import dataclass, replace
 from http import HTTPStatus
 
 from banaserve.base.errors import DeadlineExceededError, InstanceDeadError
-from banaserve.base.types import (
-    NOWHERE,
-    InstanceId,
-    RequestId,
-    RequestView,
-)
-from banaserve.contracts.trace_events import (
-    FirstToken,
-    LegBegan,
-    LegEnded,
-    LegFailed,
-    LegOutput,
-)
+from banaserve.base.types import NOWHERE, InstanceId, RequestId, RequestView
+from banaserve.contracts.trace_events import FirstToken, LegBegan, LegEnded, LegFailed, LegOutput
 from banaserve.engine.compat import engine as compat
-from banaserve.engine.compat.requests import (
-    GracefulHTTPError,
-    RequestOutput,
-    RequestOutputKind,
-)
+from banaserve.engine.compat.requests import GracefulHTTPError, RequestOutput, RequestOutputKind
 from banaserve.engine.connector.handover import Handover
 from banaserve.engine.continuation import logprob_rows
 from banaserve.orchestrator.control.routing.legs import LegReason
 from banaserve.serving.instance import REBALANCED, Instance
 from banaserve.serving.monitoring import metrics
-from banaserve.serving.monitoring.leg_stats import (
-    IterationByLeg,
-)
+from banaserve.serving.monitoring.leg_stats import IterationByLeg
 from banaserve.serving.requests.leg_output import LegMovedError, LegOutputCollector
 from banaserve.serving.requests.legs import decode_leg, prefill_leg
 from banaserve.serving.requests.request_context import Prediction, RequestContext, StoredPrompt

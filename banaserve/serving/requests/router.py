@@ -10,12 +10,7 @@ from typing import NamedTuple
 
 from banaserve.base.clock import Clock
 from banaserve.base.errors import NoInstanceError, PolicyError
-from banaserve.base.types import (
-    ClusterView,
-    InstanceId,
-    RequestView,
-    Route,
-)
+from banaserve.base.types import ClusterView, InstanceId, RequestView, Route
 from banaserve.contracts.trace_events import NoInstance
 from banaserve.engine.compat.requests import GracefulHTTPError
 from banaserve.orchestrator.control.model.output_length import OutputLengthWindow

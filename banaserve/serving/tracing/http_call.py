@@ -1,4 +1,4 @@
-"""HTTP request that the current task serves: its times and its tracing."""
+"""Call of the server that the current task serves, by HTTP or not: its times and its tracing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass
 class HttpCall:
-    """An HTTP request, or another call of the server; times are on the machine's monotonic clock.
+    """A call of the server, by HTTP or not; times are on the machine's monotonic clock.
 
     Attributes:
         began_s: Time at which the head had been received.
@@ -42,4 +42,4 @@ class HttpCall:
 
 
 http_call: ContextVar[HttpCall | None] = ContextVar("http_call", default=None)
-"""HTTP request that the current task serves; None for none."""
+"""HTTP request that the current task serves; None for a call without HTTP."""

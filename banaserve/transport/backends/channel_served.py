@@ -16,7 +16,12 @@ from banaserve.transport.backends.offering import OfferingTransport
 from banaserve.transport.channels.channel import StreamChannel
 from banaserve.transport.channels.connect import connect_tcp, over_tcp, tcp_address
 from banaserve.transport.channels.threaded_server import GREETING_S, listen_tcp
-from banaserve.transport.errors import PeerGoneError, RefusedError, StaleEpochError
+from banaserve.transport.errors import (
+    PeerGoneError,
+    RefusedError,
+    StaleEpochError,
+    TransferCancelledError,
+)
 from banaserve.transport.interface import Message, Tensor, TransportOptions
 from banaserve.transport.memory import SLICE_BYTES, Memory, Plan, Runs
 from banaserve.transport.regions.argument_checks import check_offsets
@@ -152,7 +157,9 @@ class ChannelRegion(RemoteRegion):
             raise PeerGoneError("the connection was broken off: open the region again")
         try:
             self._copy_slices(ticket)
-        except (PeerGoneError, RuntimeError) as error:
+        except (RefusedError, TransferCancelledError):
+            raise
+        except Exception as error:  # of any kind: answers may be left, which the next would take
             self._broken = True
             self._channel.close()
             ticket.check()

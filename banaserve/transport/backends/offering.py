@@ -9,9 +9,7 @@ from abc import ABC, abstractmethod
 
 from banaserve.transport.channels.threaded_server import Service
 from banaserve.transport.errors import RefusedError
-from banaserve.transport.interface import (
-    TransportOptions,
-)
+from banaserve.transport.interface import TransportOptions
 from banaserve.transport.regions.argument_checks import check_offer
 from banaserve.transport.regions.descriptor import RegionDescriptor
 from banaserve.transport.regions.offered_region import OfferedRegion

@@ -44,6 +44,8 @@ _WINDOW = 3
 # While the peer sends the bytes of a read, it reads no further request: the requests sent ahead
 # must fit into the kernel's buffers, otherwise both sides would wait for each other.
 _MAX_RUNS_AHEAD = 2048
+MAX_SLICE_MESSAGE_BYTES = 9 * SLICE_BYTES
+"""Maximum size of a slice and its offsets, which take eight bytes for a run of one byte."""
 _NO_BYTES: Bytes = np.empty(0, np.uint8)
 
 
@@ -82,7 +84,13 @@ class _Responder:
             self._channel.send(message_of(said, *data), FOREVER_S)
 
     def _place(self, body: bytes, sizes: Sequence[int]) -> Sequence[Bytes]:
-        """Receive bytes to write, the second tensor, into this responder's memory."""
+        """Receive bytes to write, the second tensor, into this responder's memory.
+
+        Raises:
+            ProtocolError: They, or their offsets, are more than those of any slice.
+        """
+        if sum(sizes) > MAX_SLICE_MESSAGE_BYTES:
+            raise ProtocolError("a slice is too large")
         return [_NO_BYTES, self._bytes[: sizes[1]]] if len(sizes) == 2 else []
 
     def _do(
@@ -114,14 +122,14 @@ class TcpRemote(ChannelRegion):
         for part in ticket.plan.slices():
             try:
                 ticket.check()
-                if len(under_way) == _window(part):
+                while len(under_way) >= _window(part):
                     self._take_answer(under_way.popleft())
+                self._send(part)
             except PeerGoneError:
                 raise
             except TransportError as error:
                 failure = error
                 break
-            self._send(part)
             under_way.append(part)
         failure = self._take_rest(under_way, failure)
         if failure is not None:

@@ -14,12 +14,7 @@ import msgspec
 from banaserve.base.errors import ProtocolError
 from banaserve.base.net.framing import LENGTH_BYTES, Framing
 from banaserve.transport.errors import RefusedError
-from banaserve.transport.interface import (
-    MAX_DIMENSIONS,
-    Bytes,
-    Message,
-    Tensor,
-)
+from banaserve.transport.interface import MAX_DIMENSIONS, Bytes, Message, Tensor
 from banaserve.transport.regions.descriptor import MAX_EPOCH
 
 MAX_HEADER_BYTES = 2**20

@@ -69,7 +69,7 @@ class SocketStream:
                 with self._writing:
                     sent = self._sock.sendmsg(left[:_MAX_PARTS])
             except BlockingIOError:
-                self._wait(self._writable, deadline)
+                deadline += self._wait(self._writable, deadline)
                 continue
             except OSError as error:
                 raise PeerGoneError(f"the peer has closed the connection: {error}") from None
@@ -172,9 +172,16 @@ class SocketStream:
             raise PeerGoneError("the peer has closed the connection")
         return count
 
-    def _wait(self, poll: select.poll, deadline: float) -> None:
-        for part_s in wait_parts(deadline - time.monotonic()):
-            if events := poll.poll(part_s * 1000.0):
+    def _wait(self, poll: select.poll, deadline: float) -> float:
+        """Wait for an event; return the time for which this process stood still, in seconds."""
+        late_s = 0.0
+        began_s = time.monotonic()
+        for part_s in wait_parts(deadline - began_s):
+            events = poll.poll(part_s * 1000.0)
+            ended_s = time.monotonic()
+            late_s += max(0.0, ended_s - began_s - part_s)
+            began_s = ended_s
+            if events:
                 break
         else:
             raise TransferTimeoutError("the peer has not answered in time")
@@ -183,6 +190,7 @@ class SocketStream:
             raise PeerGoneError("the peer's process has died")
         if any(event & select.POLLNVAL for _, event in events):
             raise PeerGoneError("the connection is closed")
+        return late_s
 
 
 def _advance(left: list[memoryview], num_bytes: int) -> None:

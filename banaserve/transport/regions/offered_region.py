@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import mmap
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import numpy as np
 
+from banaserve.base.clock import wait_parts
 from banaserve.base.platform.linux import MADV_DONTNEED, madvise
 from banaserve.transport.errors import RefusedError, StaleEpochError, TransferTimeoutError
 from banaserve.transport.memory import Memory, whole_pages
@@ -94,14 +94,13 @@ class PrivateMemory:
         self.memory = self.memory._replace(owner=None)
 
     def _drain(self, timeout_s: float, kept: int | None) -> None:
-        deadline = time.monotonic() + timeout_s
-        while any(count for epoch, count in self._users.items() if epoch != kept):
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise TransferTimeoutError(
-                    f"a peer has not ended its transfer within {timeout_s:g} s and stands still"
-                )
-            self._changed.wait(left_s)
+        def is_free() -> bool:
+            return not any(count for epoch, count in self._users.items() if epoch != kept)
+
+        if not any(self._changed.wait_for(is_free, part_s) for part_s in wait_parts(timeout_s)):
+            raise TransferTimeoutError(
+                f"a peer has not ended its transfer within {timeout_s:g} s and stands still"
+            )
 
 
 class OfferedRegion:
@@ -154,8 +153,7 @@ class OfferedRegion:
             Maximum number of bytes given back: whole pages of the range.
 
         Raises:
-            RefusedError: The range is outside the region, or the transport does not own the
-                memory.
+            RefusedError: The range is outside the region.
         """
         check_range(first_byte, num_bytes, self.descriptor.num_bytes)
         return self.store.release(first_byte, num_bytes)

@@ -9,12 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from banaserve.base.figure_text import number, row
-from banaserve_bench.report.serving_metrics import (
-    TOLD_METRICS,
-    ServingMetric,
-    load_words,
-    loads_of,
-)
+from banaserve_bench.report.serving_metrics import TOLD_METRICS, ServingMetric, load_words, loads_of
 from banaserve_bench.report.standings import (
     MIN_LEAD_FRACTION,
     MIN_LEAD_OF_ONE_RUN_FRACTION,

@@ -14,23 +14,8 @@ from banaserve.kvstore.mailbox import Mailbox
 from banaserve.kvstore.tiers.interface import TierOutcome
 from banaserve_mooncake.child import TRAILER_BYTES, Staging
 from banaserve_mooncake.config import MooncakeConfig
-from banaserve_mooncake.events import (
-    AskedKeys,
-    Event,
-    Health,
-    MooncakeJob,
-    Order,
-    Removed,
-)
-from banaserve_mooncake.process import (
-    NOT_FOUND,
-    TOO_LARGE,
-    AskPresent,
-    Call,
-    Get,
-    Put,
-    Remove,
-)
+from banaserve_mooncake.events import AskedKeys, Event, Health, MooncakeJob, Order, Removed
+from banaserve_mooncake.process import NOT_FOUND, TOO_LARGE, AskPresent, Call, Get, Put, Remove
 from banaserve_mooncake.supervisor import MooncakeSupervisor
 
 log = logging.getLogger(__name__)

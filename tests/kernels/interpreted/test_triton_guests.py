@@ -18,11 +18,7 @@ from banaserve.kernels.interface import Heads, Kernels
 from banaserve.kernels.reference import ReferenceKernels
 from banaserve.kernels.triton.kernels import TritonKernels
 from banaserve.migration.kv.host_kv import DeviceKv
-from banaserve.migration.modules.paged_attention import (
-    KernelsAttention,
-    StepBatches,
-    write_tokens,
-)
+from banaserve.migration.modules.paged_attention import KernelsAttention, StepBatches, write_tokens
 from kernel_cases import joined
 
 BLOCKS, SIZE, KV_HEADS, GROUP, HEAD_SIZE = 6, 16, 3, 2, 64

@@ -150,7 +150,7 @@ def test_no_answer_notices_a_kill(
 def unnoticed(
     act: Callable[[], Any], server: Run, kinds: dict[str, Kind], expected: dict[str, Answer]
 ) -> Any:
-    """Act while all answers are under way, and check them; returns what the act has returned."""
+    """Begin to act while answers are under way, check them, return what the act has returned."""
     num_chunks = 0
     with ThreadPoolExecutor(1) as pool:
 
@@ -233,7 +233,9 @@ def test_no_answer_notices_that_instances_leave_and_come(
     server: Run, kinds: dict[str, Kind], expected: dict[str, Answer]
 ) -> None:
     admin = AdminClient(*find_admin(server.run_dir))
+    before = server.metric("banaserve_streams_moved_total")
     shrunk = unnoticed(lambda: scaled(admin, 1, 1), server, kinds, expected)
+    assert server.metric("banaserve_streams_moved_total") > before
     assert (shrunk.added, len(shrunk.removed)) == ([], 2)
     for one in admin.status().instances:
         with pytest.raises(UserError, match=f"only one that serves {one.role}"):

@@ -14,10 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.model_loader import get_model_loader
-from vllm.model_executor.model_loader.utils import (
-    initialize_model,
-    process_weights_after_loading,
-)
+from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 from vllm.model_executor.models.utils import PPMissingLayer
 
 __all__ = [

@@ -10,12 +10,7 @@ from banaserve.engine.compat.kv_cache import KVCacheBlocks
 from banaserve.engine.compat.scheduler import Request, SchedulerOutput
 from banaserve.engine.connector.block_hash import TailHasher
 from banaserve.engine.connector.cache_groups import CacheGroups
-from banaserve.engine.connector.metadata import (
-    BlockCopy,
-    ConnectorCounters,
-    StepPlan,
-    StepResult,
-)
+from banaserve.engine.connector.metadata import BlockCopy, ConnectorCounters, StepPlan, StepResult
 from banaserve.engine.connector.scheduler_side.prefix_matcher import EngineCostGate, PrefixMatcher
 from banaserve.engine.connector.scheduler_side.request_notes import ConnectorNotes
 from banaserve.engine.connector.scheduler_side.request_state import (

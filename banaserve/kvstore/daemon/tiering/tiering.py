@@ -118,10 +118,15 @@ class Tiering:
 
     def settle(self, timeout_s: float) -> bool:
         """Cancel copies that no tier has accepted, await the others; return whether all ended."""
+        self.promoter.cancel_waiting()
+        self._drop_backlogs()
+        have_ended = self._wait(lambda: not any(tier.is_busy for tier in self.tiers), timeout_s)
+        self._drop_backlogs()  # a load that has ended meanwhile put its block into other backlogs
+        return have_ended
+
+    def _drop_backlogs(self) -> None:
         for tier in self.tiers:
             tier.backlog.clear()
-        self.promoter.cancel_waiting()
-        return self._wait(lambda: not any(tier.is_busy for tier in self.tiers), timeout_s)
 
     def drain(self, timeout_s: float) -> bool:
         """Write the backlogs to the tiers; return whether all was written in time."""

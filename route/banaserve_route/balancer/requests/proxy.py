@@ -17,12 +17,7 @@ from banaserve_route.balancer.http.response import Body, ChunkedBody, ResponseHe
 from banaserve_route.balancer.requests.dispatcher import Dispatcher
 from banaserve_route.balancer.requests.routing_request import stored_response
 from banaserve_route.balancer.tenants import TenantUse
-from banaserve_route.policies.interface import (
-    Flight,
-    Request,
-    RoutingDecision,
-    RoutingReason,
-)
+from banaserve_route.policies.interface import Flight, Request, RoutingDecision, RoutingReason
 
 FAULTS = frozenset((502, 503, 504))
 """Statuses that count as the replica's fault. Not 500: one bad request would open every circuit."""

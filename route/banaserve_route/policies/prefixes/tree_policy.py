@@ -6,13 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from banaserve_route.policies.interface import (
-    Flight,
-    Generator,
-    ReplicaId,
-    ReplicaView,
-    Request,
-)
+from banaserve_route.policies.interface import Flight, Generator, ReplicaId, ReplicaView, Request
 from banaserve_route.policies.policy import Policy, check_choice, check_range
 from banaserve_route.policies.prefixes.tree import LRU, ORDERS, make_tree
 
