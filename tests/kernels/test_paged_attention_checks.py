@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -463,3 +465,15 @@ def test_where_vllms_own_reads_the_same_kv_only_splits_take_the_kernels() -> Non
     split.arrange({(1,): Guest(step, [1])})  # type: ignore[dict-item]
     assert torch.allclose(step_of(attention, step), step.expected(), atol=2e-6)
     assert calls == ["write"], "of all heads, as a CUDA graph writes them, which is kept"
+
+
+def test_a_layer_that_is_let_go_frees_its_kv_at_once() -> None:
+    attention = layer()
+    KernelsAttention(attention, "a", KERNELS, StepBatches())
+    kv_cache = weakref.ref(attention.kv_cache)
+    gc.disable()
+    try:
+        del attention
+        assert kv_cache() is None, "kept by a reference cycle"
+    finally:
+        gc.enable()
