@@ -6,9 +6,11 @@ A run is a closed loop: each client sends its next request when its last one has
 average, with lengths between 0.8 and 1 of the largest, as InferenceX does. Its figures are means
 of TTFT and TPOT that the clients measured. Runs of one model, GPU, precision and version of vLLM
 are a group, with constants of its own: four of the engine (``EngineConstants``) and two of a
-request's way from its client to the engine. They are fitted on runs whose id has an even hash;
-errors are of the others. Left out are runs that have the figures of an even one under another id,
-engines of several data-parallel groups, and engines that the package has no operators for.
+request's way from its client to the engine. They are fitted on configurations whose hash is even;
+errors are of the others. The package gives one configuration several ids, so that a hash of ids
+would put a run on both sides. Left out are runs that repeat another one's figures, engines of
+several data-parallel groups, engines without operators or even runs, and groups with fewer than
+six even ones.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import csv
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,7 +40,6 @@ from banaserve.sim.instances.engine import SimEngine
 from banaserve.sim.request import SimRequest
 from banaserve.sim.timeline import Timeline
 from banaserve_bench.results import result
-from benchmarks.script import run_script
 from benchmarks.silicon import Floats, is_fitted, least_squares
 
 _PROFILE = load("llama-3.1-8b-h100")
@@ -52,7 +53,6 @@ _WITHOUT_ASYNC = "0.12.0"
 _LEAST_RUNS = 6
 """Runs that six constants are fitted on, at least."""
 _LEAST_FACTOR = 0.01
-_MOST_CLIENTS = (8, 64, 1024)
 _FITS = 4
 _TPOT_WEIGHT = 5
 """Errors of TPOT are to be a fifth of those of TTFT."""
@@ -90,8 +90,13 @@ class WholeRun(NamedTuple):
 
     @property
     def is_fitted(self) -> bool:
-        """True if constants may be fitted on this run."""
-        return is_fitted(self.id)
+        """True if constants may be fitted on runs of this configuration."""
+        return is_fitted(repr(self.configuration))
+
+    @property
+    def configuration(self) -> tuple[Any, ...]:
+        """Everything that was chosen for the run, without its figures."""
+        return self[1:10]
 
     @property
     def group(self) -> tuple[str, ...]:
@@ -115,8 +120,14 @@ class Constants:
     way_token_s: float = 0.0
 
 
-_NONE = Constants(EngineConstants())
-_START = Constants(EngineConstants(1.3e-3, 4e-5))
+_START = (1.3e-3, 4e-5)
+"""CPU times that a fit begins with, in seconds: of a step, and of each request in it."""
+
+
+def _unfitted(run: WholeRun, host_s: float = 0.0, host_request_s: float = 0.0) -> Constants:
+    """Return constants of the engine of ``run`` with these CPU times only."""
+    in_flight = 1 if run.version == _WITHOUT_ASYNC else 2
+    return Constants(EngineConstants(host_s, host_request_s, steps_in_flight=in_flight))
 
 
 class Simulated(NamedTuple):
@@ -215,6 +226,7 @@ def main(argv: Sequence[str]) -> int:
             groups[run.group].append(run)
     table = Table("runs", "number", "factors; CPU; way", *_KINDS)
     samples: dict[str, list[Floats]] = defaultdict(list)
+    raw = {}
     for group, runs in sorted(groups.items()):
         found = _judged(runs)
         if found is None:
@@ -224,6 +236,11 @@ def main(argv: Sequence[str]) -> int:
         host = f"{known.host_s * 1e3:.1f} ms, {known.host_request_s * 1e6:.0f} us"
         of_way = f"{way.way_s * 1e3:.0f} ms, {way.way_token_s * 1e6:.0f} us"
         table.add_row(", ".join(group), *_cells(found.wrong, f"{factors}; {host}; {of_way}"))
+        raw[", ".join(group)] = {
+            "constants": asdict(found.constants),
+            "ids": found.ids,
+            "errors": found.wrong.tolist(),
+        }
         for of_load, one in zip(found.loads, found.wrong, strict=True):
             samples[of_load].append(one)
             samples["all"].append(one)
@@ -237,12 +254,15 @@ def main(argv: Sequence[str]) -> int:
         options={"model": given.model},
         started_at=started_at,
         figures={
-            f"{name}, {kind} {key}": result.figure(wrong[:, row, column].tolist(), "relative error")
+            f"{name}, {kind} {key}": result.figure(
+                np.abs(wrong[:, row, column]).tolist(), "relative error without sign"
+            )
             for name, wrong in wrong_of.items()
             for row, kind in enumerate(_KINDS)
             for column, key in enumerate(_ERRORS)
         },
         notes=[str(__doc__)],
+        raw={"groups": raw},
     )
     result.deliver(record, given.json)
     return 0
@@ -281,8 +301,7 @@ def read_runs() -> list[WholeRun]:
     path = Path(package.origin).with_name("systems") / "silicon_sample.csv"
     with path.open(encoding="utf-8", newline="") as rows:
         runs = [_run(row) for row in csv.DictReader(rows) if _is_usable(row)]
-    seen = {run[1:] for run in runs if run.is_fitted}
-    return [run for run in runs if run.is_fitted or run[1:] not in seen]
+    return list({run[1:]: run for run in runs}.values())
 
 
 def _is_usable(row: dict[str, str]) -> bool:
@@ -330,6 +349,7 @@ class JudgedRuns(NamedTuple):
     """Constants of a group and the errors of its odd runs, signed: [runs, kinds, errors]."""
 
     constants: Constants
+    ids: Sequence[str]
     loads: Sequence[str]
     wrong: Floats
 
@@ -353,10 +373,11 @@ def _judged(runs: Sequence[WholeRun]) -> JudgedRuns | None:
     if len(even_runs) < _LEAST_RUNS or not judged:
         return None
     constants = fitted(even_runs, chosen)
-    summed = errors(judged, [first[run.engine].simulated(run, _NONE) for run in judged])
+    summed = errors(judged, [first[run.engine].simulated(run, _unfitted(run)) for run in judged])
     of_fit = errors(judged, [chosen[run.engine].simulated(run, constants) for run in judged])
     loads = [_load(run, chosen[run.engine]) for run in judged]
-    return JudgedRuns(constants, loads, np.stack([summed, of_fit], axis=1))
+    ids = [run.id for run in judged]
+    return JudgedRuns(constants, ids, loads, np.stack([summed, of_fit], axis=1))
 
 
 def _load(run: WholeRun, engine: KnownEngine) -> str:
@@ -368,7 +389,7 @@ def _load(run: WholeRun, engine: KnownEngine) -> str:
         if run.clients <= 8
         else "to 64 clients"
         if run.clients <= 64
-        else "to 1024 clients"
+        else "more clients"
     )
 
 
@@ -379,7 +400,7 @@ def _kinds(run: WholeRun) -> Sequence[dict[str, str]]:
 
 
 def _distance(engine: KnownEngine, runs: Sequence[WholeRun]) -> float:
-    found = [engine.simulated(run, _START) for run in runs]
+    found = [engine.simulated(run, _unfitted(run, *_START)) for run in runs]
     return float(np.median(np.abs(errors(runs, found)[:, 0])))
 
 
@@ -389,7 +410,7 @@ def fitted(runs: Sequence[WholeRun], engines: Mapping[tuple[Any, ...], KnownEngi
     Which requests share a step changes with the constants, so a fit to the parts of a simulated run
     is not always better than the one before.
     """
-    constants, tried = _START, []
+    constants, tried = _unfitted(runs[0], *_START), []
     for _ in range(_FITS):
         found = [engines[run.engine].simulated(run, constants) for run in runs]
         tpot, ttft, _ = np.abs(errors(runs, found)).sum(axis=0)
@@ -403,7 +424,7 @@ def _fit(runs: Sequence[WholeRun], found: Sequence[Simulated], known: Constants)
     decode, prompt, host_s, request_s = _nearest(
         np.array([one.parts for one in found]), np.array([run.tpot_s for run in runs])
     )
-    in_flight = 1 if runs[0].version == _WITHOUT_ASYNC else 2
+    in_flight = known.engine.steps_in_flight
     decode, prompt = max(_LEAST_FACTOR, decode), max(_LEAST_FACTOR, prompt)
     engine = EngineConstants(host_s, request_s, decode, prompt, in_flight)
     lengths = np.array([run.prompt_tokens for run in runs], dtype=float)
@@ -466,7 +487,3 @@ def engine_of(run: WholeRun, precisions: dict[str, str]) -> KnownEngine | None:
     except (UserError, ValueError):
         return None
     return KnownEngine(times, int(memory["total_kv_size_tokens"]))
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -57,12 +58,10 @@ _SHOWN = (
 )
 _ERROR_OF = {
     "e2e_mean_s": "latency",
-    "ttft_p50_s": "ttft",
     "ttft_p99_s": "ttft_p99",
-    "tpot_p50_s": "tpot",
     "tpot_p99_s": "tpot_p99",
 }
-"""Error of step times that each figure carries; a median carries the mean's."""
+"""Errors of step times by the figures that they are of; medians are not judged."""
 _MOST_MOVES = 20
 """Maximum number of moves shown for each system; JSON has all."""
 
@@ -247,7 +246,8 @@ def _as_json(
 def _words(measured: StepTimesDescription) -> dict[str, Any]:
     """Return where the step times are from, for which range, and how wrong they are."""
     texts = {key: getattr(measured, key) for key in ("name", "source", "valid_for", "judged_on")}
-    return {**texts, "error": asdict(measured.error)}
+    known = {of: error for of, error in asdict(measured.error).items() if not math.isnan(error)}
+    return {**texts, "error": known}
 
 
 def _show(
@@ -284,7 +284,8 @@ def result_rows(
         samples = [[factor * one["systems"][name][key] for one in outcomes] for name in systems]
         is_one = len(outcomes) == 1
         cells = row([one for [one] in samples]) if is_one else map(interval_text, samples)
-        band = f" (±{getattr(error, _ERROR_OF[key]):.1%})" if error and key in _ERROR_OF else ""
+        relative = getattr(error, _ERROR_OF[key]) if error and key in _ERROR_OF else math.nan
+        band = "" if math.isnan(relative) else f" (±{relative:.1%})"
         rows.append((f"{words}{band}", *cells))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,13 @@ from banaserve.silicon.operator_files import read_operators
 from banaserve.silicon.step_times import GpuStepTimes, graph_sizes
 
 _SOURCES = ("files", "aiconfigurator")
-_MAX_STEPS_IN_FLIGHT = 2
+_MOST = {
+    "engine.host_s": 0.1,
+    "engine.host_request_s": 0.1,
+    "engine.steps_in_flight": 2,
+    **{f"error.{of}": 1.0 for of in ("ttft", "tpot", "latency", "ttft_p99", "tpot_p99")},
+}
+"""Maximum of a value; a larger one is a mistake, such as milliseconds or percent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +35,16 @@ class ExpertsSection:
 
 @dataclass(frozen=True, slots=True)
 class ErrorSection:
-    """Relative errors of means and 99th percentiles, against runs that were not fitted."""
+    """Relative errors of means and 99th percentiles, against runs that were not fitted.
+
+    Those of percentiles are nan if the runs tell means only.
+    """
 
     ttft: float
     tpot: float
     latency: float
-    ttft_p99: float
-    tpot_p99: float
+    ttft_p99: float = math.nan
+    tpot_p99: float = math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +81,17 @@ def read(path: Path) -> StepTimesDescription:
     if len(given) != 1:
         raise UserError(f"{path}: give one of the sections {' and '.join(_SOURCES)}")
     constants = read_section(path, "engine", table.get("engine", {}), EngineConstants)
-    if constants.steps_in_flight > _MAX_STEPS_IN_FLIGHT:
-        raise UserError(f"{path}: engine.steps_in_flight is above {_MAX_STEPS_IN_FLIGHT}")
     error = read_section(path, "error", table["error"], ErrorSection)
+    for name, value in (("engine", constants), ("error", error)):
+        for key, number in asdict(value).items():
+            if number > (most := _MOST.get(f"{name}.{key}", math.inf)):
+                raise UserError(f"{path}: {name}.{key} is {number!r}: give at most {most:g}")
     section = table[given[0]]
     if not isinstance(section, Mapping):
         raise UserError(f"{path}: {given[0]} is no section")
     times = _of_files(path, section) if given == ["files"] else _of_package(path, section)
-    name, source, valid_for, judged_on = (str(table[key]) for key in texts)
-    return StepTimesDescription(name, source, valid_for, judged_on, error, constants, times)
+    title, source, valid_for, judged_on = (str(table[key]) for key in texts)
+    return StepTimesDescription(title, source, valid_for, judged_on, error, constants, times)
 
 
 def _of_files(path: Path, section: Mapping[str, Any]) -> GpuStepTimes:

@@ -55,6 +55,6 @@ def test_without_the_package_the_error_says_what_to_install() -> None:
 @pytest.mark.skipif(not _HAS_PACKAGE, reason="the package is not there")
 def test_no_run_is_both_fitted_and_judged() -> None:
     runs = read_runs()
-    sides = ({run[1:] for run in runs if run.is_fitted is even} for even in (True, False))
+    sides = ({run.configuration for run in runs if run.is_fitted is even} for even in (True, False))
     assert not set.intersection(*sides)
     assert len(runs) > 1000

@@ -45,7 +45,12 @@ def test_a_description_of_files(described: Path) -> None:
         (_HEAD + _ERROR, "give one of the sections"),
         (_HEAD + _ERROR + _FILES + _PACKAGE, "give one of the sections"),
         (f"{_HEAD}{_ERROR}{_FILES}[engine]\nhost_s = 50\n", "engine.host_s is 50: give at most"),
-        (f"{_HEAD}{_ERROR}{_FILES}[engine]\nsteps_in_flight = 3\n", "steps_in_flight is above 2"),
+        (
+            f"{_HEAD}{_ERROR}{_FILES}[engine]\nsteps_in_flight = 3\n",
+            "steps_in_flight is 3: give at most 2",
+        ),
+        (f"{_HEAD}{_ERROR}{_FILES}[engine]\nhost_s = 1.1\n", "engine.host_s is 1.1: give at most"),
+        (_HEAD + _ERROR.replace("0.06", "6") + _FILES, "error.latency is 6: give at most 1"),
         (_HEAD + _ERROR.replace("tpot = 0.02\n", "") + _FILES, "error.tpot is missing"),
         (_HEAD + _ERROR + _FILES.replace("prefix", "prefex"), "key in steps.toml: files"),
         (_HEAD + _ERROR + _FILES.replace("4", "0"), "files.num_layers is 0"),
@@ -93,6 +98,13 @@ def test_a_simulation_takes_them_and_names_them(
     assert "step_times" not in linear
     assert measured["step_times"]["source"] == "a test"
     assert measured["step_times"]["error"]["ttft_p99"] == 0.25
+    assert main([*command, "--step-times", str(described)]) == 0
+    shown = capsys.readouterr().out
+    assert "ttft p99, ms (±25.0%)" in shown
+    assert "ttft p50, ms (" not in shown, "medians were not judged"
+    described.write_text(described.read_text().replace("ttft_p99 = 0.25\n", ""))
+    assert main([*command, "--step-times", str(described), "--json"]) == 0
+    assert "ttft_p99" not in json.loads(capsys.readouterr().out)["step_times"]["error"]
     figures = [one["runs"][0]["systems"]["colocated"] for one in (linear, measured)]
     assert figures[0]["tpot_p50_s"] != figures[1]["tpot_p50_s"]
     assert figures[1]["finished_fraction"] == 1.0

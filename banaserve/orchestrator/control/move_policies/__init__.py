@@ -1,4 +1,4 @@
-"""Policies of moves and roles; ``algorithm1_repaired.Repaired`` is the default.
+"""Policies of moves and roles; ``algorithm1.Repaired`` is the default.
 
 In the server's process, and in the simulator. Entries: ``registry``, ``interface``.
 """
