@@ -122,7 +122,7 @@ support: install  ## Run the tests of model families, and write the page of what
 	@BANASERVE_SUPPORT=$(CURDIR)/docs/models.json $(BIN)/pytest -n0 tests/families/live/test_model_families.py $(ARGS)
 	@PYTHONSAFEPATH= $(BIN)/python -m docs.models
 
-test-fast: install  ## Run the tests that start no engine and take no many seconds.
+test-fast: install  ## Run the tests that start no engine and take few seconds.
 	@$(PYTEST) --dist worksteal -m 'not e2e and not long and not room and not deep' $(ARGS)
 
 test-gpu:  ## Run the tests that need a GPU with GPU_PYTHON; installs nothing, skips without a GPU.

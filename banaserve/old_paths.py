@@ -1,4 +1,4 @@
-"""Import paths of the last release that guides named, kept for one more release.
+"""Old import paths that guides named, kept for one release.
 
 An import of an old path gives the module of the new path and says so in one line.
 """

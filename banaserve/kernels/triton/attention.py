@@ -2,7 +2,7 @@
 
 The rows of a tile are the query heads of one KV head for a few neighbouring tokens, so each key and
 value is read once for all of them. The range of a sequence is cut into equal splits, whose results
-``triton_merge`` merges: a long context with a small batch still occupies the whole GPU.
+``merge_stacked`` merges: a long context with a small batch still occupies the whole GPU.
 """
 
 from __future__ import annotations
