@@ -48,7 +48,7 @@ GPU_PYTHON ?= $(or $(wildcard $(BIN)/python),python3)
     bench bench-gpu gpu-kit gpu-report wheel wheel-check sanitize lint-docker pin-images docs lock sbom audit clean distclean
 
 help:  ## List the targets.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "  serve takes MODEL=$(MODEL) PD=$(PD) PORT=$(PORT) ARGS='any option of banaserve serve',"
 	@echo "  bench NAME=$(NAME) ARGS=, install DEVICE=cpu|cuda DEV=full PYTHON= TORCH_INDEX=."

@@ -55,7 +55,7 @@ class OldPaths(MetaPathFinder, Loader):
         if new := NEW_PATHS.get(name):
             sys.modules[name] = import_module(new)
             warnings.warn(
-                f"{name} is {new} now: the old path ends with the next release",
+                f"{name} is {new} now: the old path is only in this release",
                 FutureWarning,
                 stacklevel=2,
             )

@@ -42,7 +42,7 @@ def missing() -> str:
         return "needs root, ip (Debian: iproute2) and unshare"
     name = f"bt{os.getpid()}-try"
     if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:
-        return "this machine lets nobody make network namespaces"
+        return "this machine allows no new network namespaces"
     subprocess.run(["ip", "netns", "del", name], check=True)
     return ""
 

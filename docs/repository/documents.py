@@ -21,7 +21,10 @@ from docs.repository.findings import ROOT, Finding, at, too_few
 
 ARCHITECTURE = ROOT / "ARCHITECTURE.md"
 GLOSSARY = ROOT / "docs" / "glossary.md"
-FOLDERS = ("banaserve", "bench", "benchmarks", "csrc", "docs", "plugins", "route", "tests")
+FOLDERS = (
+    *("banaserve", "bench", "benchmarks", "csrc", "docs", "examples", "plugins", "route"),
+    "tests",
+)
 OTHERS = {
     # Of pip and of vLLM, which banaserve passes on.
     *("--extra-index-url", "--no-deps", "--no-build-isolation", "--require-hashes", "--dtype"),
@@ -39,7 +42,7 @@ OTHERS = {
 
 def findings() -> Iterator[Finding]:
     """Yield names in documents that nothing has, and pages that the site lacks."""
-    yield from _files_of_the_architecture()
+    yield from _named_files()
     yield from _arrows()
     yield from _glossary()
     yield from _options()
@@ -48,20 +51,26 @@ def findings() -> Iterator[Finding]:
     yield from _site()
 
 
-def _files_of_the_architecture() -> Iterator[Finding]:
+def _named_files() -> Iterator[Finding]:
     paths = {f"/{name}" for name in FOLDERS}
     for name in FOLDERS:
         paths |= {f"/{path.relative_to(ROOT)}" for path in (ROOT / name).rglob("*")}
     every = "\n".join(sorted(paths))
     form = re.compile(r"`((?:[\w.*-]+/)*[\w.*-]+\.(?:py|json|h|cpp|\*)|(?:[\w-]+/)+[\w-]*)`")
+    suffixes = (".py", ".json", ".h", ".cpp")
     seen = []
-    for name in ("ARCHITECTURE.md", "docs/store.md", "docs/migration.md", "docs/balancer.md"):
-        for number, line in enumerate((ROOT / name).read_text().splitlines(), start=1):
+    for document in check.documents():
+        if document.parent.name == "log":  # says how it was
+            continue
+        for number, line in enumerate(document.read_text().splitlines(), start=1):
             for named in form.findall(line):
-                seen.append(named)
+                if document == ARCHITECTURE:
+                    seen.append(named)
+                elif "/" not in named or named.startswith("acme") or not named.endswith(suffixes):
+                    continue  # a folder of the reader's, or a model
                 pattern = re.escape(named.rstrip("/")).replace(r"\*", "[^/\n]*")
                 if not re.search(f"/{pattern}$", every, re.MULTILINE):
-                    yield Finding(ROOT / name, number, f"there is no {named}")
+                    yield Finding(document, number, f"there is no {named}")
     yield from too_few(ARCHITECTURE, seen, 50, "names of files")
 
 

@@ -283,7 +283,7 @@ def test_a_cell_that_is_all_warm_up_is_none(bench: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--rps", "1", "--url", "http://127.0.0.1:1"), "nobody answers at"),
+        (("--rps", "1", "--url", "http://127.0.0.1:1"), "no server answers at"),
         (("--rps", "1", "--api-key", "wrong"), "HTTP 401: give its --api-key"),
         (("--rps", "1", "--model", "other"), "serves canned, not other"),
         (("--rps", "1", "--dataset", "alpca"), "unknown dataset, and no file: alpca"),

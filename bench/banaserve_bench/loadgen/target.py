@@ -71,7 +71,7 @@ def _cards(base: str, api_key: str | None) -> list[dict[str, Any]]:
         raise UserError(f"{base} does not speak HTTP: {type(error).__name__}") from error
     except (urllib.error.URLError, OSError) as error:
         reason = getattr(error, "reason", error)
-        raise UserError(f"nobody answers at {base} ({reason}): is the server running?") from error
+        raise UserError(f"no server answers at {base} ({reason}): is it running?") from error
     except ValueError as error:
         raise UserError(f"{base}/v1/models is no OpenAI API: {error}") from error
     found = page.get("data") if isinstance(page, dict) else None
