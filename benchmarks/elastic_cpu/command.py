@@ -66,7 +66,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--load", action="append", choices=tuple(LOADS), help="only these; repeat")
     add("--dtype", default="float32", help="auto: vLLM's and banaserve's own choice")
     add("--rate-fraction", type=float, default=0.6, help="of requests/s, for arrivals")
-    add("--eager", action="store_true", help="compile the model in neither system; both do by default")
+    add("--eager", action="store_true", help="compile the model in neither system (both do)")
     add("--routers", type=Path, metavar="FOLDER", help="install vllm-router there and use it")
     add("--serve-option", action="append", default=[], help="of banaserve serve, as --x=y")
     add("--seed", type=int, default=0)
