@@ -1,0 +1,83 @@
+"""Gain of one system over another with its interval, and the verdict that follows. Pure.
+
+The interval has two causes. Loads differ: the ratio of sums over paired runs has a 95% interval. Step times are wrong: its lower end is of runs in which the system is slower by their
+error and the other one faster, its upper end the other way round. The errors of mixed steps and of
+steps of one kind may differ in sign, so they are not taken to cancel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from banaserve.base.statistics import Interval, mean_interval
+
+WORTH = 1.05
+"""Least gain that pays for a split: a smaller one is no reason to run it."""
+
+
+class Answer(StrEnum):
+    """Answer to the question whether another system than the colocated one pays."""
+
+    YES = "yes"
+    NO = "no"
+    CANNOT_TELL = "can't tell"
+
+
+class GoodputRuns(NamedTuple):
+    """Shares of requests within the limits, one for each load, at three step times.
+
+    Attributes:
+        slow: Shares if step times are longer than predicted, by their error.
+        fast: Shares if step times are shorter, by their error.
+    """
+
+    slow: Sequence[float]
+    predicted: Sequence[float]
+    fast: Sequence[float]
+
+
+class Gain(NamedTuple):
+    """Ratio of the numbers of requests within the limits of two systems.
+
+    Attributes:
+        whole: Interval by loads and errors of step times.
+        of_loads: Interval by loads alone, as if step times were right.
+    """
+
+    whole: Interval
+    of_loads: Interval
+
+
+def gain(own: GoodputRuns, other: GoodputRuns, num_requests: Sequence[int]) -> Gain:
+    """Return the gain of ``own`` over ``other``, whose runs are of the same loads.
+
+    Args:
+        num_requests: Number of requests of each load, at least two loads.
+    """
+
+    def ratio(above: Sequence[float], below: Sequence[float]) -> Interval:
+        own_good = [share * number for share, number in zip(above, num_requests, strict=True)]
+        # Half a request stands for none.
+        other_good = [max(a * n, 0.5) for a, n in zip(below, num_requests, strict=True)]
+        of_sums = sum(own_good) / sum(other_good)
+        # The usual interval of a ratio of sums: by what each pair differs from it.
+        rests = [a - of_sums * b for a, b in zip(own_good, other_good, strict=True)]
+        low, _, high = mean_interval(rests)
+        mean = sum(other_good) / len(other_good)
+        return Interval(max(0.0, of_sums + low / mean), of_sums, of_sums + high / mean)
+
+    of_loads = ratio(own.predicted, other.predicted)
+    low = min(ratio(own.slow, other.fast).low, of_loads.low)
+    high = max(ratio(own.fast, other.slow).high, of_loads.high)
+    return Gain(Interval(low, of_loads.estimate, high), of_loads)
+
+
+def answer(found: Gain, is_error_known: bool) -> Answer:
+    """Return the verdict: yes only where the interval is above 1, no where no gain would pay."""
+    if not is_error_known:
+        return Answer.CANNOT_TELL
+    if found.whole.low > 1:
+        return Answer.YES
+    return Answer.NO if found.whole.high < WORTH else Answer.CANNOT_TELL
