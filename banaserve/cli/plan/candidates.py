@@ -10,8 +10,9 @@ from banaserve.sim.system import System, following, preset
 
 USUAL_STEP_TOKENS = 2048
 """Step size of a candidate that does not vary it."""
-_COLOCATED_STEPS = (USUAL_STEP_TOKENS, 512, 8192)
-_SPLIT_STEPS = (USUAL_STEP_TOKENS, 8192)
+MOST_STEP_TOKENS = 8192
+_COLOCATED_STEPS = (USUAL_STEP_TOKENS, 512, MOST_STEP_TOKENS)
+_SPLIT_STEPS = (USUAL_STEP_TOKENS, MOST_STEP_TOKENS)
 _MOST_SPLITS = 7
 
 
@@ -33,8 +34,14 @@ class Candidate:
         return self.system.kind == "colocated"
 
     @property
-    def num_instances(self) -> int:
-        return len(self.system.roles())
+    def step_tokens(self) -> int:
+        """Maximum number of tokens of a step."""
+        return self.system.limits.step_tokens
+
+    @property
+    def has_store(self) -> bool:
+        """True if all instances share the store."""
+        return self.system.cache == "global"
 
 
 def colocated(instances: int, step_tokens: int = USUAL_STEP_TOKENS, *, store: bool) -> Candidate:
@@ -46,8 +53,8 @@ def colocated(instances: int, step_tokens: int = USUAL_STEP_TOKENS, *, store: bo
         limits={"step_tokens": step_tokens},
     )
     words = ("--colocated", str(instances), *(() if store else ("--no-kv-store",)))
-    name = f"{instances} colocated{' with the store' if store else ''}, steps of {step_tokens}"
-    return Candidate(name, system, (*words, *_step_words(step_tokens)))
+    name = f"{instances} colocated{' with the store' if store else ''}"
+    return Candidate(_named(name, step_tokens), system, (*words, *_step_words(step_tokens)))
 
 
 def split(prefill: int, decode: int, step_tokens: int) -> Candidate:
@@ -61,7 +68,7 @@ def split(prefill: int, decode: int, step_tokens: int) -> Candidate:
         limits={"step_tokens": step_tokens},
     )
     words = ("--pd", f"{prefill}:{decode}", *_step_words(step_tokens))
-    return Candidate(f"split {prefill}:{decode}, steps of {step_tokens}", system, words)
+    return Candidate(_named(f"split {prefill}:{decode}", step_tokens), system, words)
 
 
 def elastic(instances: int, profile_name: str, limits: LatencyLimits) -> Candidate:
@@ -73,7 +80,7 @@ def elastic(instances: int, profile_name: str, limits: LatencyLimits) -> Candida
     return Candidate(f"{instances} elastic", system, ("--instances", str(instances), *of_limits))
 
 
-def fixed_candidates(instances: int, has_prefixes: bool) -> list[Candidate]:
+def fixed_candidates(instances: int, has_prefixes: bool, max_step_tokens: int) -> list[Candidate]:
     """Return the candidates whose roles stay as they are: colocated ones, then splits.
 
     Args:
@@ -85,7 +92,7 @@ def fixed_candidates(instances: int, has_prefixes: bool) -> list[Candidate]:
     ]
     for prefill in _prefills(instances):
         found += [split(prefill, instances - prefill, tokens) for tokens in _SPLIT_STEPS]
-    return found
+    return [one for one in found if one.step_tokens <= max_step_tokens]
 
 
 def _prefills(instances: int) -> list[int]:
@@ -93,6 +100,10 @@ def _prefills(instances: int) -> list[int]:
     most = instances - 1
     places = min(most, _MOST_SPLITS)
     return sorted({1 + round(place * (most - 1) / max(1, places - 1)) for place in range(places)})
+
+
+def _named(name: str, step_tokens: int) -> str:
+    return f"{name} (steps of {step_tokens} tokens)"
 
 
 def _step_words(step_tokens: int) -> tuple[str, ...]:

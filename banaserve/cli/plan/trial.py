@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from banaserve.cli.plan.candidates import Candidate
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.orchestrator.control.costs.steps import StepCosts
 from banaserve.silicon.costs import MeasuredCosts
 from banaserve.silicon.description import ErrorSection, StepTimesDescription
 from banaserve.silicon.install import install
-from banaserve.silicon.plan.candidates import Candidate
 from banaserve.sim.cluster.cluster import SimCluster
 from banaserve.sim.load.trace import Arrival, requests_of
 from banaserve.sim.report.result import LatencyLimits

@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from banaserve.silicon.plan.candidates import (
+from banaserve.cli.plan.candidates import (
     USUAL_STEP_TOKENS,
     Candidate,
     colocated,
     elastic,
     fixed_candidates,
 )
-from banaserve.silicon.plan.flips import Flip, find_flips
-from banaserve.silicon.plan.gain import WORTH, Answer, Gain, GoodputRuns, answer, gain
-from banaserve.silicon.plan.loads import (
+from banaserve.cli.plan.flips import Flip, find_flips
+from banaserve.cli.plan.gain import WORTH, Answer, Gain, GoodputRuns, answer, gain
+from banaserve.cli.plan.loads import (
     PlanLoads,
     Rows,
     cut_share,
@@ -25,7 +25,7 @@ from banaserve.silicon.plan.loads import (
     mean_prompt,
     rate_per_s,
 )
-from banaserve.silicon.plan.trial import Device, Scenario, StepError, scenarios
+from banaserve.cli.plan.trial import Device, Scenario, StepError, scenarios
 from banaserve.sim.report.result import LatencyLimits
 
 Tell = Callable[[str], None]
@@ -49,6 +49,7 @@ class Question:
         error: Error of step times; None if it is unknown.
         instances: Number of instances of every candidate.
         has_elastic: True if instances that follow the load are a candidate.
+        max_step_tokens: Largest step size of a candidate.
     """
 
     device: Device
@@ -58,6 +59,7 @@ class Question:
     loads: PlanLoads
     instances: int
     has_elastic: bool = False
+    max_step_tokens: int = USUAL_STEP_TOKENS
 
     @property
     def scenarios(self) -> tuple[Scenario, Scenario, Scenario]:
@@ -67,6 +69,10 @@ class Question:
     def has_prefixes(self) -> bool:
         """True if requests of the loads share known prefixes."""
         return any(row.hash_ids for row in self.loads.first)
+
+    def fixed_candidates(self) -> list[Candidate]:
+        """Return the candidates whose roles stay as they are."""
+        return fixed_candidates(self.instances, self.has_prefixes, self.max_step_tokens)
 
 
 class Tried(NamedTuple):
@@ -93,7 +99,8 @@ class CounterOffer(NamedTuple):
     instead_of: Tried
 
 
-class Screening(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Screening:
     """Candidates by their results on the first load, the best first.
 
     Attributes:
@@ -105,7 +112,8 @@ class Screening(NamedTuple):
     others: Sequence[Tried]
 
 
-class Advice(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Advice:
     """Answer, and what it rests on.
 
     Attributes:
@@ -127,8 +135,8 @@ class Advice(NamedTuple):
     @property
     def chosen(self) -> Candidate:
         """Candidate to start: the challenger only where the answer is yes."""
-        is_yes = self.answer is Answer.YES and self.challenger is not None
-        return self.challenger if is_yes and self.challenger else self.rival
+        is_yes = self.answer is Answer.YES
+        return self.challenger if is_yes and self.challenger is not None else self.rival
 
 
 def screen(asked: Question, tell: Tell) -> Screening:
@@ -137,25 +145,25 @@ def screen(asked: Question, tell: Tell) -> Screening:
     Raises:
         UserError: No request can be within the limits, even on an idle engine.
     """
-    slow, predicted, fast = asked.scenarios
-    del slow
     costs = asked.device.costs
-    costs.slowdown = fast.factor
+    costs.slowdown = asked.scenarios[2].factor
     feasible = feasible_share(asked.loads.first, costs, asked.limits)
-    rows = asked.loads.first[:_SCREENED]
-    candidates = fixed_candidates(asked.instances, asked.has_prefixes)
+    candidates = asked.fixed_candidates()
     if asked.has_elastic and asked.instances > 1:
         candidates.append(elastic(asked.instances, asked.profile_name, asked.limits))
-    tried = []
-    for one in candidates:
-        tell(f"one load: {one.name}")
-        tried.append(Tried(one, asked.device.run(one, rows, predicted)))
+    tried = [_tried(asked, one, tell) for one in candidates]
     tried.sort(key=lambda one: _rank(one.result, asked.limits), reverse=True)
     return Screening(
         feasible,
         [one for one in tried if one.candidate.is_colocated],
         [one for one in tried if not one.candidate.is_colocated],
     )
+
+
+def _tried(asked: Question, one: Candidate, tell: Tell) -> Tried:
+    tell(f"one load: {one.name}")
+    rows = asked.loads.first[:_SCREENED]
+    return Tried(one, asked.device.run(one, rows, asked.scenarios[1]))
 
 
 def advise(asked: Question, found: Screening, tell: Tell) -> Advice:
@@ -207,11 +215,11 @@ def _rank(result: Result, limits: LatencyLimits) -> tuple[float, float]:
 def _offers(asked: Question, found: Screening, tell: Tell) -> Iterator[CounterOffer]:
     """Yield better colocated systems: other steps, a store, more instances."""
     best = found.colocated[0]
-    usual = [one for one in found.colocated if _steps(one) == USUAL_STEP_TOKENS]
-    alike = [one for one in usual if _has_store(one) == _has_store(best)]
+    usual = [one for one in found.colocated if one.candidate.step_tokens == USUAL_STEP_TOKENS]
+    alike = [one for one in usual if one.candidate.has_store == best.candidate.has_store]
     if alike and best.goodput > alike[0].goodput + _DIFFERENCE:
         yield CounterOffer("steps", best, alike[0])
-    without = [one for one in found.colocated if not _has_store(one)]
+    without = [one for one in found.colocated if not one.candidate.has_store]
     if best.goodput > without[0].goodput + _DIFFERENCE:
         yield CounterOffer("store", best, without[0])
     goal = _ENOUGH * found.feasible_fraction
@@ -224,59 +232,43 @@ def _offers(asked: Question, found: Screening, tell: Tell) -> Iterator[CounterOf
 
 def _more_instances(asked: Question, best: Tried, goal: float, tell: Tell) -> Tried | None:
     """Return the fewest colocated instances, up to twice as many, that reach ``goal``."""
-    found = None
-    low, high = asked.instances + 1, 2 * asked.instances
-    number = high
-    while low <= high:
-        one = colocated(number, _steps(best), store=_has_store(best))
-        tell(f"one load: {one.name}")
-        rows = asked.loads.first[:_SCREENED]
-        tried = Tried(one, asked.device.run(one, rows, asked.scenarios[1]))
+    for number in range(asked.instances + 1, 2 * asked.instances + 1):
+        one = colocated(number, best.candidate.step_tokens, store=best.candidate.has_store)
+        tried = _tried(asked, one, tell)
         if tried.goodput >= goal:
-            found, high = tried, number - 1
-        elif found is None:
-            return None
-        else:
-            low = number + 1
-        number = (low + high) // 2
-    return found
-
-
-def _steps(one: Tried) -> int:
-    return one.candidate.system.limits.step_tokens
-
-
-def _has_store(one: Tried) -> bool:
-    return one.candidate.system.cache == "global"
+            return tried
+    return None
 
 
 def _flips(asked: Question, tell: Tell) -> list[Flip]:
-    """Return where the estimate changes with longer prompts, and with a higher rate."""
+    """Return where the estimate changes with a higher rate, and with longer prompts.
+
+    Prompts with known prefixes are left as they are: what longer ones would share is unknown.
+    """
     rows = asked.loads.first[:_FLIP_REQUESTS]
     most = asked.device.profile.model.max_context_tokens
 
-    def of_prompts(scale: float) -> Rows | None:
-        found = longer(rows, scale, most)
-        return found if cut_share(found, most) <= cut_share(rows, most) else None
+    def pays_at_rate(scale: float) -> bool:
+        return _pays(asked, faster(rows, scale))
 
-    def pays(scaled: Rows | None) -> bool | None:
-        return None if scaled is None else _estimate(asked, scaled)
+    def pays_at_length(scale: float) -> bool | None:
+        scaled = longer(rows, scale, most)
+        is_whole = cut_share(scaled, most) <= cut_share(rows, most)
+        return _pays(asked, scaled) if is_whole else None
 
-    tell("flip points: prompt length")
-    found = find_flips(
-        "mean prompt tokens", mean_prompt(rows), lambda scale: pays(of_prompts(scale))
-    )
     tell("flip points: rate")
-    return found + find_flips(
-        "requests/s", rate_per_s(rows), lambda scale: pays(faster(rows, scale))
-    )
+    found = find_flips("requests/s", rate_per_s(rows), pays_at_rate)
+    if not asked.has_prefixes:
+        tell("flip points: length of prompts")
+        found += find_flips("mean prompt tokens", mean_prompt(rows), pays_at_length)
+    return found
 
 
-def _estimate(asked: Question, rows: Rows) -> bool:
+def _pays(asked: Question, rows: Rows) -> bool:
     """Return whether the best split of these rows pays, by one run at predicted step times."""
     best = {True: 0.5 / len(rows), False: 0.5 / len(rows)}
-    for one in fixed_candidates(asked.instances, any(row.hash_ids for row in rows)):
-        if one.is_colocated or one.system.limits.step_tokens == USUAL_STEP_TOKENS:
+    for one in asked.fixed_candidates():
+        if one.is_colocated or one.step_tokens == USUAL_STEP_TOKENS:
             goodput = asked.device.run(one, rows, asked.scenarios[1])["goodput_fraction"]
             best[one.is_colocated] = max(best[one.is_colocated], goodput)
     return best[False] / best[True] >= WORTH

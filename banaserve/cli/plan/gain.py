@@ -1,8 +1,9 @@
 """Gain of one system over another with its interval, and the verdict that follows. Pure.
 
-The interval has two causes. Loads differ: the ratio of sums over paired runs has a 95% interval. Step times are wrong: its lower end is of runs in which the system is slower by their
-error and the other one faster, its upper end the other way round. The errors of mixed steps and of
-steps of one kind may differ in sign, so they are not taken to cancel.
+The interval has two causes. Loads differ: the ratio of sums over paired runs has a 95% interval.
+Step times are wrong: the lower end is of runs in which the system is slower by their error and the
+other one faster, the upper end the other way round. Steps of one kind and mixed steps may be wrong
+in opposite directions, so their errors are not taken to cancel.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from banaserve.base.statistics import Interval, mean_interval
 
 WORTH = 1.05
 """Least gain that pays for a split: a smaller one is no reason to run it."""
+_ABOVE_1 = 1.005
+"""Bound that is above 1 with the two decimals that are shown, too."""
 
 
 class Answer(StrEnum):
@@ -75,9 +78,9 @@ def gain(own: GoodputRuns, other: GoodputRuns, num_requests: Sequence[int]) -> G
 
 
 def answer(found: Gain, is_error_known: bool) -> Answer:
-    """Return the verdict: yes only where the interval is above 1, no where no gain would pay."""
+    """Return the verdict: no where no gain would pay, yes only where the interval is above 1."""
     if not is_error_known:
         return Answer.CANNOT_TELL
-    if found.whole.low > 1:
-        return Answer.YES
-    return Answer.NO if found.whole.high < WORTH else Answer.CANNOT_TELL
+    if found.whole.high < WORTH:
+        return Answer.NO
+    return Answer.YES if found.whole.low > _ABOVE_1 else Answer.CANNOT_TELL

@@ -65,10 +65,7 @@ def cut_share(rows: Rows, most: int) -> float:
 
 
 def longer(rows: Rows, scale: float, most: int) -> list[Arrival]:
-    """Return requests with prompts ``scale`` times as long, cut to a context of ``most`` tokens.
-
-    Their prefixes are unknown.
-    """
+    """Return requests with prompts ``scale`` times as long, cut to a context of ``most`` tokens."""
     found = []
     for row in rows:
         prompt, output = cut(max(1, round(scale * row.prompt_tokens)), row.output_tokens, most)
