@@ -16,6 +16,8 @@ from banaserve.base.statistics import Interval, mean_interval
 
 WORTH = 1.05
 """Least gain that pays for a split: a smaller one is no reason to run it."""
+MOST_RATIO = 1000.0
+_BISECTIONS = 40
 _ABOVE_1 = 1.005
 """Bound that is above 1 with the two decimals that are shown, too."""
 
@@ -64,17 +66,37 @@ def gain(own: GoodputRuns, other: GoodputRuns, num_requests: Sequence[int]) -> G
         own_good = [share * number for share, number in zip(above, num_requests, strict=True)]
         # Half a request stands for none.
         other_good = [max(a * n, 0.5) for a, n in zip(below, num_requests, strict=True)]
-        of_sums = sum(own_good) / sum(other_good)
-        # The usual interval of a ratio of sums: by what each pair differs from it.
-        rests = [a - of_sums * b for a, b in zip(own_good, other_good, strict=True)]
-        low, _, high = mean_interval(rests)
-        mean = sum(other_good) / len(other_good)
-        return Interval(max(0.0, of_sums + low / mean), of_sums, of_sums + high / mean)
+        return ratio_interval(own_good, other_good)
 
     of_loads = ratio(own.predicted, other.predicted)
     low = min(ratio(own.slow, other.fast).low, of_loads.low)
     high = max(ratio(own.fast, other.slow).high, of_loads.high)
     return Gain(Interval(low, of_loads.estimate, high), of_loads)
+
+
+def ratio_interval(above: Sequence[float], below: Sequence[float]) -> Interval:
+    """Return the ratio of the sums of pairs with its 95% interval, by Fieller's theorem.
+
+    The interval has the ratios r at which the mean of a - r b may be 0; it ends at most at
+    ``MOST_RATIO``.
+    """
+    estimate = sum(above) / sum(below)
+
+    def is_possible(ratio: float) -> bool:
+        rests = [a - ratio * b for a, b in zip(above, below, strict=True)]
+        low, _, high = mean_interval(rests)
+        return low <= 0 <= high
+
+    def end(outside: float) -> float:
+        if is_possible(outside):
+            return outside
+        inside = estimate
+        for _ in range(_BISECTIONS):
+            middle = (inside + outside) / 2
+            inside, outside = (middle, outside) if is_possible(middle) else (inside, middle)
+        return inside
+
+    return Interval(end(0.0), estimate, end(max(MOST_RATIO, estimate)))
 
 
 def answer(found: Gain, is_error_known: bool) -> Answer:

@@ -10,7 +10,7 @@ from banaserve.base.figure_text import interval_text, number
 from banaserve.base.statistics import Interval
 from banaserve.cli.plan.advisor import Advice, CounterOffer, Question, Result, Screening
 from banaserve.cli.plan.flips import Flip
-from banaserve.cli.plan.gain import WORTH, Answer
+from banaserve.cli.plan.gain import MOST_RATIO, WORTH, Answer
 from banaserve.cli.simulate import measured_words
 from banaserve.cli.terminal.console import print_rows
 from banaserve.sim.job import SimulationJob
@@ -157,7 +157,8 @@ class Report(NamedTuple):
 
 
 def _text(found: Interval) -> str:
-    return f"{found.estimate:.2f} ({found.low:.2f} to {found.high:.2f})"
+    to = "or more" if found.high >= MOST_RATIO else f"to {found.high:.2f}"
+    return f"{found.estimate:.2f} ({found.low:.2f} {to})"
 
 
 def _offer_words(offer: CounterOffer) -> str:
