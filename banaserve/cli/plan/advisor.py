@@ -41,7 +41,7 @@ _ENOUGH = 0.99
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class PlanQuestion:
     """Load, device and limits that are planned for.
 
     Attributes:
@@ -139,7 +139,7 @@ class Advice:
         return self.challenger if is_yes and self.challenger is not None else self.rival
 
 
-def screen(asked: Question, tell: Tell) -> Screening:
+def screen(asked: PlanQuestion, tell: Tell) -> Screening:
     """Return all candidates with their results on the first load.
 
     Raises:
@@ -160,13 +160,13 @@ def screen(asked: Question, tell: Tell) -> Screening:
     )
 
 
-def _tried(asked: Question, one: Candidate, tell: Tell) -> Tried:
+def _tried(asked: PlanQuestion, one: Candidate, tell: Tell) -> Tried:
     tell(f"one load: {one.name}")
     rows = asked.loads.first[:_SCREENED]
     return Tried(one, asked.device.run(one, rows, asked.scenarios[1]))
 
 
-def advise(asked: Question, found: Screening, tell: Tell) -> Advice:
+def advise(asked: PlanQuestion, found: Screening, tell: Tell) -> Advice:
     """Judge the best candidates of a screening on the other loads."""
     rivals = [one.candidate for one in found.colocated[:_RIVALS]]
     challenger = found.others[0].candidate if found.others else None
@@ -184,7 +184,7 @@ def advise(asked: Question, found: Screening, tell: Tell) -> Advice:
     return Advice(told, rival, challenger, of, results, offers, flips)
 
 
-def _judged(asked: Question, one: Candidate, tell: Tell) -> tuple[GoodputRuns, list[Result]]:
+def _judged(asked: PlanQuestion, one: Candidate, tell: Tell) -> tuple[GoodputRuns, list[Result]]:
     """Return goodputs on the loads that judge, and results at predicted step times."""
     slow, predicted, fast = asked.scenarios
 
@@ -212,7 +212,7 @@ def _rank(result: Result, limits: LatencyLimits) -> tuple[float, float]:
     return float(result["goodput_fraction"]), -late
 
 
-def _offers(asked: Question, found: Screening, tell: Tell) -> Iterator[CounterOffer]:
+def _offers(asked: PlanQuestion, found: Screening, tell: Tell) -> Iterator[CounterOffer]:
     """Yield better colocated systems: other steps, a store, more instances."""
     best = found.colocated[0]
     usual = [one for one in found.colocated if one.candidate.step_tokens == USUAL_STEP_TOKENS]
@@ -230,7 +230,7 @@ def _offers(asked: Question, found: Screening, tell: Tell) -> Iterator[CounterOf
         yield CounterOffer("instances", more, best)
 
 
-def _more_instances(asked: Question, best: Tried, goal: float, tell: Tell) -> Tried | None:
+def _more_instances(asked: PlanQuestion, best: Tried, goal: float, tell: Tell) -> Tried | None:
     """Return the fewest colocated instances, up to twice as many, that reach ``goal``."""
     for number in range(asked.instances + 1, 2 * asked.instances + 1):
         one = colocated(number, best.candidate.step_tokens, store=best.candidate.has_store)
@@ -240,7 +240,7 @@ def _more_instances(asked: Question, best: Tried, goal: float, tell: Tell) -> Tr
     return None
 
 
-def _flips(asked: Question, tell: Tell) -> list[Flip]:
+def _flips(asked: PlanQuestion, tell: Tell) -> list[Flip]:
     """Return where the estimate changes with a higher rate, and with longer prompts.
 
     Prompts with known prefixes are left as they are: what longer ones would share is unknown.
@@ -264,7 +264,7 @@ def _flips(asked: Question, tell: Tell) -> list[Flip]:
     return found
 
 
-def _pays(asked: Question, rows: Rows) -> bool:
+def _pays(asked: PlanQuestion, rows: Rows) -> bool:
     """Return whether the best split of these rows pays, by one run at predicted step times."""
     best = {True: 0.5 / len(rows), False: 0.5 / len(rows)}
     for one in asked.fixed_candidates():

@@ -84,7 +84,7 @@ def fixed_candidates(instances: int, has_prefixes: bool, max_step_tokens: int) -
     """Return the candidates whose roles stay as they are: colocated ones, then splits.
 
     Args:
-        has_prefixes: Whether requests share known prefixes, so that a store can make a difference.
+        has_prefixes: True if requests share known prefixes, so that a store can make a difference.
     """
     stores = (False, True) if has_prefixes else (False,)
     found = [

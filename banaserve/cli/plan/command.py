@@ -12,10 +12,10 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from banaserve.base.arguments import ABOVE_0, AT_LEAST_1, Rule, option
 from banaserve.base.errors import UserError
 from banaserve.cli.app import App
-from banaserve.cli.plan.advisor import Question, advise, screen
+from banaserve.cli.plan.advisor import PlanQuestion, advise, screen
 from banaserve.cli.plan.candidates import MOST_STEP_TOKENS, USUAL_STEP_TOKENS
 from banaserve.cli.plan.loads import read_loads
-from banaserve.cli.plan.report import Report, first_words
+from banaserve.cli.plan.report import PlanReport, first_words
 from banaserve.cli.plan.trial import Device, StepError
 from banaserve.cli.terminal.console import print_json
 from banaserve.orchestrator.control.costs import profile as profiles
@@ -93,7 +93,7 @@ def plan_command(options: PlanOptions) -> int:
         found = screen(asked, tell)
         console.print(first_words(found), highlight=False, soft_wrap=True)
         advice = advise(asked, found, tell)
-    report = Report(planned, asked, found, advice, options.price)
+    report = PlanReport(planned, asked, found, advice, options.price)
     if options.as_json:
         print_json(report.as_json())
     else:
@@ -101,7 +101,7 @@ def plan_command(options: PlanOptions) -> int:
     return 0
 
 
-def _question(options: PlanOptions) -> tuple[SimulationJob, Question]:
+def _question(options: PlanOptions) -> tuple[SimulationJob, PlanQuestion]:
     """Read and check everything that is asked; nothing has run then.
 
     Raises:
@@ -126,7 +126,7 @@ def _question(options: PlanOptions) -> tuple[SimulationJob, Question]:
         error = StepError(options.step_error, options.step_error)
     usual_most = MOST_STEP_TOKENS if measured is None else USUAL_STEP_TOKENS
     first = planned.seed if options.seed is None else options.seed
-    return planned, Question(
+    return planned, PlanQuestion(
         device=Device(planned.profile, measured),
         profile_name=profile_name,
         error=error,

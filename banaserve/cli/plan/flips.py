@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import sqrt
-from typing import NamedTuple
 
 _DOUBLINGS = 3
 _HALVINGS = 3
 
 
-class Flip(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Flip:
     """Change of the estimate between two values of a quantity.
 
     Attributes:

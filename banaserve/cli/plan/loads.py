@@ -75,7 +75,7 @@ def longer(rows: Rows, scale: float, most: int) -> list[Arrival]:
 
 def faster(rows: Rows, scale: float) -> list[Arrival]:
     """Return requests that arrive at ``scale`` times the rate."""
-    return [row._replace(at_s=row.at_s / scale) for row in rows]
+    return [Arrival(row.at_s / scale, *row[1:]) for row in rows]
 
 
 def rate_per_s(rows: Rows) -> float:
@@ -134,4 +134,4 @@ def _windows(rows: Rows, number: int) -> list[list[Arrival]]:
     """Return ``number`` parts of a trace with equally many requests, each from time 0 on."""
     size = len(rows) // number
     parts = [rows[place * size : (place + 1) * size] for place in range(number)]
-    return [[row._replace(at_s=row.at_s - part[0].at_s) for row in part] for part in parts]
+    return [[Arrival(row.at_s - part[0].at_s, *row[1:]) for row in part] for part in parts]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from banaserve.base.figure_text import interval_text, number
 from banaserve.base.statistics import Interval
-from banaserve.cli.plan.advisor import Advice, CounterOffer, Question, Result, Screening
+from banaserve.cli.plan.advisor import Advice, CounterOffer, PlanQuestion, Result, Screening
 from banaserve.cli.plan.flips import Flip
 from banaserve.cli.plan.gain import MOST_RATIO, WORTH, Answer
 from banaserve.cli.simulate import measured_words
@@ -30,7 +30,7 @@ def first_words(found: Screening) -> str:
     return f"first estimate, of one load: {', '.join(shares)}"
 
 
-class Report(NamedTuple):
+class PlanReport(NamedTuple):
     """Advice, and what was asked.
 
     Attributes:
@@ -38,7 +38,7 @@ class Report(NamedTuple):
     """
 
     planned: SimulationJob
-    asked: Question
+    asked: PlanQuestion
     found: Screening
     advice: Advice
     price: float | None
@@ -109,8 +109,8 @@ class Report(NamedTuple):
             "profile": planned.profile.name,
             "profile_source": planned.profile.source,
             "step_times": measured and measured_words(measured),
-            "step_error": asked.error and asked.error._asdict(),
-            "gain": gained and {name: of._asdict() for name, of in gained._asdict().items()},
+            "step_error": asked.error,
+            "gain": gained and {"whole": _ends(gained.whole), "of_loads": _ends(gained.of_loads)},
             "feasible_fraction": self.found.feasible_fraction,
             "results": advice.results,
             "prices_of_1000": {name: self._prices(of) for name, of in advice.results.items()},
@@ -128,7 +128,7 @@ class Report(NamedTuple):
                 }
                 for one in advice.offers
             ],
-            "flip_points": [one._asdict() for one in advice.flips],
+            "flip_points": advice.flips,
         }
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
@@ -154,6 +154,10 @@ class Report(NamedTuple):
     def _in_time(self, name: str) -> str:
         shares = [one["goodput_fraction"] for one in self.advice.results[name]]
         return f"{interval_text(shares, 100)}%"
+
+
+def _ends(found: Interval) -> dict[str, float]:
+    return {"low": found.low, "estimate": found.estimate, "high": found.high}
 
 
 def _text(found: Interval) -> str:

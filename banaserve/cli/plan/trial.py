@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from banaserve.cli.plan.candidates import Candidate
@@ -18,7 +19,8 @@ from banaserve.sim.report.result import LatencyLimits
 from banaserve.sim.run import simulate
 
 
-class StepError(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class StepError:
     """Relative errors of simulated times, without sign.
 
     Attributes:
