@@ -198,8 +198,8 @@ def _judged(asked: PlanQuestion, one: Candidate, tell: Tell) -> tuple[GoodputRun
     told = results(predicted)
     if asked.error is None:
         return GoodputRuns(_goodputs(told), _goodputs(told), _goodputs(told)), told
-    others = _goodputs(results(slow)), _goodputs(results(fast))
-    return GoodputRuns(others[0], _goodputs(told), others[1]), told
+    at_slow, at_fast = _goodputs(results(slow)), _goodputs(results(fast))
+    return GoodputRuns(at_slow, _goodputs(told), at_fast), told
 
 
 def _goodputs(results: Sequence[Result]) -> list[float]:
