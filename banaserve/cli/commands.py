@@ -54,6 +54,7 @@ COMMANDS = {
     "placement": _own(
         "admin.views.placement:app", "Say which instance runs which layers and heads."
     ),
+    "plan": _own("plan.command:app", "Say whether to split prefill and decode for a load."),
     "simulate": _own("simulate:app", "Compare systems under a load in virtual time."),
     "status": _own("admin.views.status:app", "Show a running server on one screen."),
     "decisions": _own("admin.views.decisions:app", "Say what the orchestrator decided, and why."),

@@ -231,7 +231,7 @@ def _as_json(
     outcomes: list[dict[str, Any]],
     measured: StepTimesDescription | None,
 ) -> dict[str, Any]:
-    of_steps = {} if measured is None else {"step_times": _words(measured)}
+    of_steps = {} if measured is None else {"step_times": measured_words(measured)}
     return {
         "time": SIMULATED,
         "target": planned.name,
@@ -243,7 +243,7 @@ def _as_json(
     }
 
 
-def _words(measured: StepTimesDescription) -> dict[str, Any]:
+def measured_words(measured: StepTimesDescription) -> dict[str, Any]:
     """Return where the step times are from, for which range, and how wrong they are."""
     texts = {key: getattr(measured, key) for key in ("name", "source", "valid_for", "judged_on")}
     known = {of: error for of, error in asdict(measured.error).items() if not math.isnan(error)}

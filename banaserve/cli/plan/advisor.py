@@ -1,0 +1,274 @@
+"""Search for the arrangement of a load: candidates are chosen on one load, judged on others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from banaserve.cli.plan.candidates import (
+    USUAL_STEP_TOKENS,
+    Candidate,
+    colocated,
+    elastic,
+    fixed_candidates,
+)
+from banaserve.cli.plan.flips import Flip, find_flips
+from banaserve.cli.plan.gain import WORTH, Answer, Gain, GoodputRuns, answer, gain
+from banaserve.cli.plan.loads import (
+    PlanLoads,
+    Rows,
+    cut_share,
+    faster,
+    feasible_share,
+    longer,
+    mean_prompt,
+    rate_per_s,
+)
+from banaserve.cli.plan.trial import Device, Scenario, StepError, scenarios
+from banaserve.sim.report.result import LatencyLimits
+
+Tell = Callable[[str], None]
+Result = Mapping[str, Any]
+_SCREENED = 2000
+"""Most requests of the first load on which candidates are compared."""
+_FLIP_REQUESTS = 1000
+_RIVALS = 2
+"""Number of colocated candidates that are judged: the best of them counts."""
+_DIFFERENCE = 0.01
+"""Least difference of goodput that makes a counter-offer."""
+_ENOUGH = 0.99
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanQuestion:
+    """Load, device and limits that are planned for.
+
+    Attributes:
+        profile_name: Name or file of the device's profile, for the elastic policy.
+        error: Error of step times; None if it is unknown.
+        instances: Number of instances of every candidate.
+        has_elastic: True if instances that follow the load are a candidate.
+        max_step_tokens: Largest step size of a candidate.
+    """
+
+    device: Device
+    profile_name: str
+    error: StepError | None
+    limits: LatencyLimits
+    loads: PlanLoads
+    instances: int
+    has_elastic: bool = False
+    max_step_tokens: int = USUAL_STEP_TOKENS
+
+    @property
+    def scenarios(self) -> tuple[Scenario, Scenario, Scenario]:
+        return scenarios(self.limits, self.error or StepError(0.0, 0.0))
+
+    @property
+    def has_prefixes(self) -> bool:
+        """True if requests of the loads share known prefixes."""
+        return any(row.hash_ids for row in self.loads.first)
+
+    def fixed_candidates(self) -> list[Candidate]:
+        """Return the candidates whose roles stay as they are."""
+        return fixed_candidates(self.instances, self.has_prefixes, self.max_step_tokens)
+
+
+class Tried(NamedTuple):
+    """Candidate and its result on the first load, at predicted step times."""
+
+    candidate: Candidate
+    result: Result
+
+    @property
+    def goodput(self) -> float:
+        """Share of requests within the limits."""
+        return float(self.result["goodput_fraction"])
+
+
+class CounterOffer(NamedTuple):
+    """Another way to a better goodput than that of ``instead_of``, without a split.
+
+    Attributes:
+        kind: Subject that differs: ``steps``, ``store`` or ``instances``.
+    """
+
+    kind: str
+    offered: Tried
+    instead_of: Tried
+
+
+@dataclass(frozen=True, slots=True)
+class Screening:
+    """Candidates by their results on the first load, the best first.
+
+    Attributes:
+        feasible_fraction: Share of requests that an idle engine serves within the limits.
+    """
+
+    feasible_fraction: float
+    colocated: Sequence[Tried]
+    others: Sequence[Tried]
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Answer, and what it rests on.
+
+    Attributes:
+        rival: Best colocated candidate.
+        challenger: Best other candidate; None for one instance, which cannot be split.
+        found: Gain of the challenger over the rival.
+        results: Results on the loads that judge, at predicted step times, by candidate.
+        flips: Changes of the estimate with the length of prompts and the rate.
+    """
+
+    answer: Answer
+    rival: Candidate
+    challenger: Candidate | None
+    found: Gain | None
+    results: Mapping[str, Sequence[Result]]
+    offers: Sequence[CounterOffer]
+    flips: Sequence[Flip]
+
+    @property
+    def chosen(self) -> Candidate:
+        """Candidate to start: the challenger only where the answer is yes."""
+        is_yes = self.answer is Answer.YES
+        return self.challenger if is_yes and self.challenger is not None else self.rival
+
+
+def screen(asked: PlanQuestion, tell: Tell) -> Screening:
+    """Return all candidates with their results on the first load.
+
+    Raises:
+        UserError: No request can be within the limits, even on an idle engine.
+    """
+    costs = asked.device.costs
+    costs.slowdown = asked.scenarios[2].factor
+    feasible = feasible_share(asked.loads.first, costs, asked.limits)
+    candidates = asked.fixed_candidates()
+    if asked.has_elastic and asked.instances > 1:
+        candidates.append(elastic(asked.instances, asked.profile_name, asked.limits))
+    tried = [_tried(asked, one, tell) for one in candidates]
+    tried.sort(key=lambda one: _rank(one.result, asked.limits), reverse=True)
+    return Screening(
+        feasible,
+        [one for one in tried if one.candidate.is_colocated],
+        [one for one in tried if not one.candidate.is_colocated],
+    )
+
+
+def _tried(asked: PlanQuestion, one: Candidate, tell: Tell) -> Tried:
+    tell(f"one load: {one.name}")
+    rows = asked.loads.first[:_SCREENED]
+    return Tried(one, asked.device.run(one, rows, asked.scenarios[1]))
+
+
+def advise(asked: PlanQuestion, found: Screening, tell: Tell) -> Advice:
+    """Judge the best candidates of a screening on the other loads."""
+    rivals = [one.candidate for one in found.colocated[:_RIVALS]]
+    challenger = found.others[0].candidate if found.others else None
+    runs, results = {}, {}
+    for one in [*rivals, *([challenger] if challenger else [])]:
+        runs[one.name], results[one.name] = _judged(asked, one, tell)
+    rival = max(rivals, key=lambda one: sum(runs[one.name].predicted))
+    offers = list(_offers(asked, found, tell))
+    if challenger is None:
+        return Advice(Answer.NO, rival, None, None, results, offers, ())
+    numbers = [len(rows) for rows in asked.loads.others]
+    of = gain(runs[challenger.name], runs[rival.name], numbers)
+    told = answer(of, asked.error is not None)
+    flips = _flips(asked, tell)
+    return Advice(told, rival, challenger, of, results, offers, flips)
+
+
+def _judged(asked: PlanQuestion, one: Candidate, tell: Tell) -> tuple[GoodputRuns, list[Result]]:
+    """Return goodputs on the loads that judge, and results at predicted step times."""
+    slow, predicted, fast = asked.scenarios
+
+    def results(scenario: Scenario) -> list[Result]:
+        found: list[Result] = []
+        for number, rows in enumerate(asked.loads.others, start=1):
+            tell(f"load {number} of {len(asked.loads.others)}: {one.name}")
+            found.append(asked.device.run(one, rows, scenario))
+        return found
+
+    told = results(predicted)
+    if asked.error is None:
+        return GoodputRuns(_goodputs(told), _goodputs(told), _goodputs(told)), told
+    at_slow, at_fast = _goodputs(results(slow)), _goodputs(results(fast))
+    return GoodputRuns(at_slow, _goodputs(told), at_fast), told
+
+
+def _goodputs(results: Sequence[Result]) -> list[float]:
+    return [float(one["goodput_fraction"]) for one in results]
+
+
+def _rank(result: Result, limits: LatencyLimits) -> tuple[float, float]:
+    """Return goodput and, where that is equal, the room of the slowest requests."""
+    late = max(result["ttft_p99_s"] / limits.ttft_s, result["tpot_p99_s"] / limits.tpot_s)
+    return float(result["goodput_fraction"]), -late
+
+
+def _offers(asked: PlanQuestion, found: Screening, tell: Tell) -> Iterator[CounterOffer]:
+    """Yield better colocated systems: other steps, a store, more instances."""
+    best = found.colocated[0]
+    usual = [one for one in found.colocated if one.candidate.step_tokens == USUAL_STEP_TOKENS]
+    alike = [one for one in usual if one.candidate.has_store == best.candidate.has_store]
+    if alike and best.goodput > alike[0].goodput + _DIFFERENCE:
+        yield CounterOffer("steps", best, alike[0])
+    without = [one for one in found.colocated if not one.candidate.has_store]
+    if best.goodput > without[0].goodput + _DIFFERENCE:
+        yield CounterOffer("store", best, without[0])
+    goal = _ENOUGH * found.feasible_fraction
+    if found.others and found.others[0].goodput > best.goodput + _DIFFERENCE:
+        goal = min(goal, found.others[0].goodput)
+    more = _more_instances(asked, best, goal, tell) if best.goodput < goal else None
+    if more is not None:
+        yield CounterOffer("instances", more, best)
+
+
+def _more_instances(asked: PlanQuestion, best: Tried, goal: float, tell: Tell) -> Tried | None:
+    """Return the fewest colocated instances, up to twice as many, that reach ``goal``."""
+    for number in range(asked.instances + 1, 2 * asked.instances + 1):
+        one = colocated(number, best.candidate.step_tokens, store=best.candidate.has_store)
+        tried = _tried(asked, one, tell)
+        if tried.goodput >= goal:
+            return tried
+    return None
+
+
+def _flips(asked: PlanQuestion, tell: Tell) -> list[Flip]:
+    """Return where the estimate changes with a higher rate, and with longer prompts.
+
+    Prompts with known prefixes are left as they are: what longer ones would share is unknown.
+    """
+    rows = asked.loads.first[:_FLIP_REQUESTS]
+    most = asked.device.profile.model.max_context_tokens
+
+    def pays_at_rate(scale: float) -> bool:
+        return _pays(asked, faster(rows, scale))
+
+    def pays_at_length(scale: float) -> bool | None:
+        scaled = longer(rows, scale, most)
+        is_whole = cut_share(scaled, most) <= cut_share(rows, most)
+        return _pays(asked, scaled) if is_whole else None
+
+    tell("flip points: rate")
+    found = find_flips("requests/s", rate_per_s(rows), pays_at_rate)
+    if not asked.has_prefixes:
+        tell("flip points: length of prompts")
+        found += find_flips("mean prompt tokens", mean_prompt(rows), pays_at_length)
+    return found
+
+
+def _pays(asked: PlanQuestion, rows: Rows) -> bool:
+    """Return whether the best split of these rows pays, by one run at predicted step times."""
+    best = {True: 0.5 / len(rows), False: 0.5 / len(rows)}
+    for one in asked.fixed_candidates():
+        if one.is_colocated or one.step_tokens == USUAL_STEP_TOKENS:
+            goodput = asked.device.run(one, rows, asked.scenarios[1])["goodput_fraction"]
+            best[one.is_colocated] = max(best[one.is_colocated], goodput)
+    return best[False] / best[True] >= WORTH

@@ -1,0 +1,141 @@
+"""Command line of ``banaserve plan``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from banaserve.base.arguments import ABOVE_0, AT_LEAST_1, Rule, option
+from banaserve.base.errors import UserError
+from banaserve.cli.app import App
+from banaserve.cli.plan.advisor import PlanQuestion, advise, screen
+from banaserve.cli.plan.candidates import MOST_STEP_TOKENS, USUAL_STEP_TOKENS
+from banaserve.cli.plan.loads import read_loads
+from banaserve.cli.plan.report import PlanReport, first_words
+from banaserve.cli.plan.trial import Device, StepError
+from banaserve.cli.terminal.console import print_json
+from banaserve.orchestrator.control.costs import profile as profiles
+from banaserve.silicon import description as step_times
+from banaserve.sim.job import AskedSystem, SimulationJob, job
+
+_INSTANCES = 4
+_LEAST_SEEDS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(AskedSystem):
+    """Options of ``banaserve plan``: load and limits as of ``simulate``; the systems are found.
+
+    Attributes:
+        systems, policy, prefill, decode: No options here, since the search varies them.
+    """
+
+    systems: Sequence[str] = ()
+    policy: str | None = None
+    prefill: int | None = None
+    decode: int | None = None
+    instances: int | None = option(
+        f"number of instances ({_INSTANCES}; of a case: as many as its first system has)",
+        None,
+        int,
+        rule=AT_LEAST_1,
+    )
+    step_times: Path | None = option(
+        "description of measured step times, in place of those of the profile",
+        None,
+        Path,
+        metavar="FILE",
+    )
+    step_error: float | None = option(
+        "relative error of the step times, where it is known otherwise (that of --step-times)",
+        None,
+        float,
+        rule=Rule(lambda value: 0 <= value <= 1, "must be between 0 and 1"),
+    )
+    max_step_tokens: int | None = option(
+        f"largest step size that is tried ({MOST_STEP_TOKENS}; {USUAL_STEP_TOKENS} with "
+        "--step-times, whose range may end there)",
+        None,
+        int,
+        rule=Rule(lambda value: value >= USUAL_STEP_TOKENS, f"give {USUAL_STEP_TOKENS} or more"),
+    )
+    elastic: bool = option("also try roles that follow the load: takes minutes", False)
+    price: float | None = option("price of an instance for an hour", None, float, rule=ABOVE_0)
+    seeds: int = option(
+        "number of loads that judge, each drawn from the next seed or a part of the trace",
+        5,
+        rule=Rule(lambda value: value >= _LEAST_SEEDS, f"must be at least {_LEAST_SEEDS}"),
+    )
+    seed: int | None = option("the first seed", None, int)
+    as_json: bool = option("print the advice as JSON", False, name="--json")
+
+
+def plan_command(options: PlanOptions) -> int:
+    """Say whether to split prefill and decode for a load, by simulating both.
+
+    The answer is yes, no or can't tell. It is yes only where the interval of the gain over the best
+    colocated instances is above 1, by the spread over loads and the error of the step times.
+    """
+    planned, asked = _question(options)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    console = Console(stderr=True)
+    is_silent = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=is_silent) as progress:
+        task = progress.add_task("", total=None)
+
+        def tell(words: str) -> None:
+            progress.update(task, description=words)
+
+        found = screen(asked, tell)
+        console.print(first_words(found), highlight=False, soft_wrap=True)
+        advice = advise(asked, found, tell)
+    report = PlanReport(planned, asked, found, advice, options.price)
+    if options.as_json:
+        print_json(report.as_json())
+    else:
+        report.show()
+    return 0
+
+
+def _question(options: PlanOptions) -> tuple[SimulationJob, PlanQuestion]:
+    """Read and check everything that is asked; nothing has run then.
+
+    Raises:
+        UserError: The load, the device or an option is invalid.
+    """
+    if not options.target:
+        raise UserError("give a case, a trace or a dataset (see `banaserve simulate --list`)")
+    planned = job(replace(options, instances=None))
+    case = planned.case
+    profile_name = options.profile or (case.profile_name if case else None)
+    if profile_name is None:
+        known = ", ".join(profiles.names())
+        raise UserError(f"give --profile, the device and model to plan for: {known} or a file")
+    if planned.events:
+        raise UserError(f"{planned.name} has events: a plan is for instances that all serve")
+    instances = options.instances
+    if instances is None:
+        instances = len(next(iter(planned.systems.values())).roles()) if case else _INSTANCES
+    measured = None if options.step_times is None else step_times.read(options.step_times)
+    error = None if measured is None else StepError.of(measured.error)
+    if options.step_error is not None:
+        error = StepError(options.step_error, options.step_error)
+    usual_most = MOST_STEP_TOKENS if measured is None else USUAL_STEP_TOKENS
+    first = planned.seed if options.seed is None else options.seed
+    return planned, PlanQuestion(
+        device=Device(planned.profile, measured),
+        profile_name=profile_name,
+        error=error,
+        limits=planned.limits,
+        loads=read_loads(planned, range(first, first + options.seeds)),
+        instances=instances,
+        has_elastic=options.elastic,
+        max_step_tokens=options.max_step_tokens or usual_most,
+    )
+
+
+app = App(plan_command)

@@ -1,0 +1,178 @@
+"""Report of an advice, as text and as JSON."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from banaserve.base.figure_text import interval_text, number
+from banaserve.base.statistics import Interval
+from banaserve.cli.plan.advisor import Advice, CounterOffer, PlanQuestion, Result, Screening
+from banaserve.cli.plan.flips import Flip
+from banaserve.cli.plan.gain import MOST_RATIO, WORTH, Answer
+from banaserve.cli.simulate import measured_words
+from banaserve.cli.terminal.console import print_rows
+from banaserve.sim.job import SimulationJob
+from banaserve.sim.report.result import SIMULATED
+
+_COLUMNS = (
+    ("in time, %", "goodput_fraction", 100.0),
+    ("ttft p99, ms", "ttft_p99_s", 1e3),
+    ("tpot p99, ms", "tpot_p99_s", 1e3),
+)
+
+
+def first_words(found: Screening) -> str:
+    """Return what one load shows, before anything is judged."""
+    best = [group[0] for group in (found.colocated, found.others) if group]
+    shares = [f"{one.candidate.name} {one.goodput:.1%} in time" for one in best]
+    return f"first estimate, of one load: {', '.join(shares)}"
+
+
+class PlanReport(NamedTuple):
+    """Advice, and what was asked.
+
+    Attributes:
+        price: Price of an instance for an hour; None if it is unknown.
+    """
+
+    planned: SimulationJob
+    asked: PlanQuestion
+    found: Screening
+    advice: Advice
+    price: float | None
+
+    @property
+    def sentence(self) -> str:
+        """Answer with its reason, in one sentence."""
+        advice, rival = self.advice, self.advice.rival.name
+        other, found = advice.challenger, advice.found
+        if other is None or found is None:
+            return f"no: one instance cannot be split; {rival} serves {self._in_time(rival)}"
+        told = f"{self._in_time(other.name)} instead of {self._in_time(rival)}"
+        more = f"{_text(found.whole)} times as many requests in time as {rival}"
+        if advice.answer is Answer.YES:
+            return f"yes: {other.name} serves {more}: {told}"
+        if advice.answer is Answer.NO:
+            return f"no: the best other one, {other.name}, serves {more}: {told}"
+        words = f"can't tell: if step times are right, {other.name} serves {_text(found.of_loads)} "
+        words += f"times as many requests in time as {rival}"
+        if self.asked.error is None:
+            remedy = "give --step-times FILE, or --step-error if you know it"
+            return f"{words}, but their error is unknown: {remedy}"
+        if found.of_loads.low > 1 or found.of_loads.high < WORTH:
+            return f"{words}, with their errors {_text(found.whole)} times: more exact ones decide"
+        return f"{words}: give longer loads, or more of them (--seeds)"
+
+    @property
+    def command(self) -> str:
+        """Command line that starts the chosen system."""
+        return shlex.join(["banaserve", "serve", "MODEL", *self.advice.chosen.words])
+
+    def show(self) -> None:
+        """Print the report, the answer first."""
+        asked, planned, measured = self.asked, self.planned, self.asked.device.measured
+        others = asked.loads.others
+        print(f"{self.sentence}\n\n{planned.name}: {planned.about}")
+        print(f"{SIMULATED}; profile {planned.profile.name} ({planned.profile.source})")
+        if measured is not None:
+            longest = max(r.prompt_tokens + r.output_tokens for rows in others for r in rows)
+            print(f"step times {measured.name} ({measured.source})")
+            print(f"valid for {measured.valid_for}; the longest request has {longest} tokens")
+            print(f"errors are of {measured.judged_on}")
+        kind = "parts of the trace" if asked.loads.are_windows else "loads"
+        error = "unknown" if asked.error is None else f"{asked.error.step:.1%}"
+        print(f"chosen on one, judged on {len(others)} other {kind}; error of step times: {error}")
+        if self.found.feasible_fraction < 1:
+            share = f"{self.found.feasible_fraction:.1%}"
+            print(f"an idle engine serves {share} of the requests in time")
+        print()
+        print_rows(list(self._rows()), {})
+        estimates = [*map(_offer_words, self.advice.offers), *map(_flip_words, self.advice.flips)]
+        if estimates:
+            print("\nestimates of one load, at these step times:")
+            print("\n".join(f"- {one}" for one in estimates))
+        print(f"\n{self.command}")
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report for JSON; results are of each load that judges, in their order."""
+        planned, asked, advice = self.planned, self.asked, self.advice
+        measured, gained = asked.device.measured, advice.found
+        return {
+            "time": SIMULATED,
+            "answer": advice.answer,
+            "sentence": self.sentence,
+            "command": self.command,
+            "target": planned.name,
+            "about": planned.about,
+            "profile": planned.profile.name,
+            "profile_source": planned.profile.source,
+            "step_times": measured and measured_words(measured),
+            "step_error": asked.error,
+            "gain": gained and {"whole": _ends(gained.whole), "of_loads": _ends(gained.of_loads)},
+            "feasible_fraction": self.found.feasible_fraction,
+            "results": advice.results,
+            "prices_of_1000": {name: self._prices(of) for name, of in advice.results.items()},
+            "first_load": {
+                one.candidate.name: one.result
+                for one in (*self.found.colocated, *self.found.others)
+            },
+            "counter_offers": [
+                {
+                    "kind": one.kind,
+                    "system": one.offered.candidate.name,
+                    "goodput_fraction": one.offered.goodput,
+                    "instead_of": one.instead_of.candidate.name,
+                    "its_goodput_fraction": one.instead_of.goodput,
+                }
+                for one in advice.offers
+            ],
+            "flip_points": advice.flips,
+        }
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        heading = ("system", *(words for words, _, _ in _COLUMNS))
+        yield heading if self.price is None else (*heading, "price of 1,000 in time")
+        for name, results in self.advice.results.items():
+            cells = [interval_text([one[key] for one in results], by) for _, key, by in _COLUMNS]
+            if self.price is not None:
+                prices = self._prices(results)
+                cells.append(interval_text(prices) if prices else "none in time")
+            yield (name, *cells)
+
+    def _prices(self, results: Sequence[Result]) -> list[float]:
+        """Return the price of 1,000 requests within the limits, for each load that has any."""
+        found = []
+        for rows, one in zip(self.asked.loads.others, results, strict=True):
+            num_good = one["goodput_fraction"] * len(rows)
+            if self.price is not None and num_good:
+                hours = rows[-1].at_s / 3600
+                found.append(1000 * self.price * self.asked.instances * hours / num_good)
+        return found
+
+    def _in_time(self, name: str) -> str:
+        shares = [one["goodput_fraction"] for one in self.advice.results[name]]
+        return f"{interval_text(shares, 100)}%"
+
+
+def _ends(found: Interval) -> dict[str, float]:
+    return {"low": found.low, "estimate": found.estimate, "high": found.high}
+
+
+def _text(found: Interval) -> str:
+    to = "or more" if found.high >= MOST_RATIO else f"to {found.high:.2f}"
+    return f"{found.estimate:.2f} ({found.low:.2f} {to})"
+
+
+def _offer_words(offer: CounterOffer) -> str:
+    offered, usual = offer.offered, offer.instead_of
+    return (
+        f"without a split: {offered.candidate.name}: {offered.goodput:.1%} in time, with "
+        f"{usual.candidate.name} {usual.goodput:.1%}"
+    )
+
+
+def _flip_words(flip: Flip) -> str:
+    side, value = ("above", flip.high) if flip.pays_above else ("below", flip.low)
+    return f"a split serves {WORTH - 1:.0%} more {side} {number(value, 2)} {flip.quantity}"
