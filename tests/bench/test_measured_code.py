@@ -140,5 +140,5 @@ def test_results_from_before_rebalancing_was_the_default_are_named() -> None:
     stale = stale_results(RESULTS)
     if stale is None:
         pytest.skip("the history is not whole")
-    names = ["elastic", "elastic-8", "elastic-paced", "elastic-cpu"]
+    names = ["elastic-8", "elastic-paced", "elastic-cpu"]
     assert {Path(f"{name}.json") for name in names} <= stale
