@@ -166,7 +166,7 @@ format: install  ## Rewrite the sources as lint wants them.
 bench: install  ## Run the benchmark NAME.
 	@PYTHONSAFEPATH= exec $(BIN)/python -m benchmarks '$(NAME)' $(ARGS)
 
-demo: install  ## Show four paced engines under a swinging load on the page, for three and a half minutes.
+demo: install  ## Show four paced engines under a swinging load on the page: 3.5 minutes, more on slow machines.
 	@PYTHONSAFEPATH= exec $(BIN)/python -m benchmarks demo $(ARGS)
 
 pictures: install  ## Draw README's pictures anew: the headline result, and the page during a move, in a browser.

@@ -46,7 +46,8 @@ _BUSY_FRACTION = 0.6
 _PROMPTS_FACTOR = 1.35
 """Factor on the case's rate of long prompts: in phases under a minute too few would pile up."""
 _MOST_OUTPUT_TOKENS = 350
-_PHASE_WALL_S = 18.0
+_PHASE_S = 9.0
+"""Modelled time of each phase: half of it is too short for a change of roles to pay."""
 _TRIAL_S, _TRIAL_TOKENS = 2.5, 130
 _TIMEOUT_S = 600.0
 _TIME_TO_OPEN_S = 5.0
@@ -77,7 +78,12 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(prog="python -m benchmarks demo", description=__doc__)
     parser.add_argument("--port", type=int, help="of both servers (a free one)")
     parser.add_argument("--dilate", type=float, help="wall seconds of a modelled one (measured)")
-    parser.add_argument("--phase-s", type=float, help="modelled seconds of each of two phases")
+    parser.add_argument(
+        "--phase-s",
+        type=float,
+        default=_PHASE_S,
+        help=f"modelled seconds of each of two phases ({_PHASE_S:g})",
+    )
     parser.add_argument("--log", type=Path, default=Path("build/demo.jsonl"), help="of decisions")
     given = parser.parse_args(list(argv))
     for name, least in (("dilate", 0.1), ("phase_s", 1.0)):
@@ -95,13 +101,15 @@ def main(argv: Sequence[str]) -> int:
 async def _show(given: argparse.Namespace) -> None:
     case = shortened(cases.read(_CASE))
     dilation = given.dilate or await _measured(given, case)
-    phase_s = given.phase_s or _PHASE_WALL_S / dilation
-    case = replace(case, phases=tuple(replace(one, duration_s=phase_s) for one in case.phases))
+    phases = tuple(replace(one, duration_s=given.phase_s) for one in case.phases)
+    case = replace(case, phases=phases)
     limits = case.limits
     service = ("--slo-ttft", f"{limits.ttft_s:g}", "--slo-tpot", f"{limits.tpot_s:g}")
     follow = ("--instances", "4", *service)
     fixed = ("--pd", "2:2", "--orchestrator", "dry-run")
     logs = given.log, _of_fixed(given.log)
+    minutes = math.ceil(2 * sum(one.duration_s for one in phases) * dilation / 60)
+    print(f"{dilation:g} wall seconds a modelled one: both loads take {minutes} min or more")
     print("1 of 2: four instances whose roles follow the load", flush=True)
     first = await _run(given, case, dilation, follow, logs[0], is_shown=True)
     print("2 of 2: the same load on two prefill and two decode instances", flush=True)
@@ -131,11 +139,13 @@ def verdict(follows: DemoRun, fixed: DemoRun, ttft_s: float, tpot_s: float) -> s
             f"no verdict: {late:.1%} of the steps took longer than modelled (at most "
             f"{MOST_LATE:.0%}); end other programs, or give a larger --dilate"
         )
+    has_paid = follows.num_in_time > fixed.num_in_time
+    remedy = "changes of roles did not pay in phases as short as these (--phase-s)"
     return (
         f"in time (first token within {ttft_s:g} s, the others {tpot_s:g} s apart): "
         f"{follows.num_in_time} of {follows.num_requests} requests with roles that follow the "
         f"load, {fixed.num_in_time} of {fixed.num_requests} with fixed roles; "
-        f"{late:.1%} of the steps late"
+        f"{late:.1%} of the steps late{'' if has_paid else f'; {remedy}'}"
     )
 
 
