@@ -12,8 +12,11 @@ from banaserve.base.arguments import Options, Rule, check_rules, option, pairs, 
 
 SLO_AWARE = "slo_aware"
 """Name of the routing policy that uses the limits of ``--slo-ttft`` and ``--slo-tpot``."""
-_ANY = 10_000
-"""Limit of changes that are carried out as a whole."""
+ELASTIC_INTERVAL_S = 1.0
+"""Time between two decisions of the elastic policy, in seconds."""
+ANY_NUMBER = 10_000
+"""Limit of the changes of the elastic policy, never reached: its plans are carried out as a whole,
+and its role changes drain nothing."""
 _LIMIT = Rule(lambda value: value >= 0, "seconds above 0, or 0 for no limit")
 _orchestrator = partial(option, group="orchestrator")
 
@@ -58,9 +61,10 @@ class OrchestratorConfig:
         group="orchestrator",
     )
     interval_s: float = _orchestrator(
-        "time between two decisions",
+        f"time between two decisions (2; elastic: {ELASTIC_INTERVAL_S:g})",
         2.0,
         name="--orchestrator-interval",
+        decided=True,
         rule=Rule(lambda value: value > 0, "must be above 0"),
     )
     concurrent: int = _orchestrator(
@@ -91,8 +95,8 @@ class OrchestratorConfig:
             usual["mode"] = "off"
         given = values_of(cls, known)
         if {**usual, **given}.get("policy") == "elastic":
-            # Role changes of this policy drain nothing, and a plan is carried out as a whole.
-            usual |= {"concurrent": _ANY, "per_minute": _ANY}
+            usual |= {"concurrent": ANY_NUMBER, "per_minute": ANY_NUMBER}
+            usual["interval_s"] = ELASTIC_INTERVAL_S
         return cls(**usual | given)
 
     @property

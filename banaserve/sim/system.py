@@ -7,6 +7,7 @@ from typing import Any
 
 from banaserve.base.errors import UserError
 from banaserve.base.names import check_known
+from banaserve.base.orchestrator_config import ANY_NUMBER, ELASTIC_INTERVAL_S, SLO_AWARE
 from banaserve.base.types import Role
 from banaserve.orchestrator.control.move_policies import registry as migrations
 from banaserve.orchestrator.control.routing import registry as routings
@@ -16,8 +17,6 @@ from banaserve.sim.instances.batch import EngineLimits
 KINDS = ("banaserve", "colocated", "elastic", "static")
 HANDOVERS = ("pull", "store")
 CACHES = ("global", "local", "node", "none")
-_ANY = 10_000
-"""Limit of the steps of the elastic policy, never reached: its plans are carried out as a whole."""
 _HISTORY_S = 300.0
 
 
@@ -149,17 +148,17 @@ def following(
         options: Further options of the policy, see ``orchestrator/planner/options.py``.
     """
     limits_s = {"ttft_s": ttft_s, "tpot_s": tpot_s}
-    has_limits = bool(ttft_s or tpot_s)
-    routing = "slo_aware" if has_limits else "load_aware"
     return replace(
         system,
-        routing=routing,
-        routing_options=limits_s if has_limits else {},
+        routing=SLO_AWARE,
+        routing_options=limits_s,
         migration="elastic",
-        migration_options={"profile": profile, "routing": routing, **limits_s, **options},
+        migration_options={"profile": profile, "routing": SLO_AWARE, **limits_s, **options},
         history_s=_HISTORY_S,
-        control_s=1.0,
-        control_limits=replace(system.control_limits, concurrent=_ANY, per_minute=_ANY),
+        control_s=ELASTIC_INTERVAL_S,
+        control_limits=replace(
+            system.control_limits, concurrent=ANY_NUMBER, per_minute=ANY_NUMBER
+        ),
         attention_fraction=None,
         rebalances=True,
     )

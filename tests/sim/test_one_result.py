@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from banaserve.cli.main import main
+from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.engine.migration_settings import MigrationSettings
 from banaserve.sim import case
 from banaserve.sim.job import AskedSystem, job
@@ -147,7 +148,18 @@ def test_roles_that_it_begins_with_are_kept() -> None:
     assert (both.systems["static"].prefill, both.systems["static"].decode) == (2, 3)
 
 
-def test_without_limits_it_routes_by_load() -> None:
-    system: System = following(preset("elastic", colocated=2), "opt-13b-a100", modules="layers")
-    assert (system.routing, system.routing_options) == ("load_aware", {})
+@pytest.mark.parametrize("limits", [{}, {"ttft_s": 2.0, "tpot_s": 0.05}])
+def test_the_simulated_elastic_system_is_what_serve_runs(limits: dict[str, float]) -> None:
+    options = [f"--slo-{name[:-2]}={value}" for name, value in limits.items()]
+    served = parse_serve_argv(["--model", "m", "--instances", "2", *options])
+    control = served.orchestrator
+    system: System = following(
+        preset("elastic", colocated=2), "opt-13b-a100", modules="layers", **limits
+    )
+    assert system.migration == control.policy
+    assert system.routing == system.migration_options["routing"] == served.routing_policy
+    assert system.control_s == control.interval_s
+    assert system.control_limits.concurrent == control.concurrent
+    assert system.control_limits.per_minute == control.per_minute
+    assert system.rebalances == served.rebalances
     assert system.migration_options["modules"] == "layers"
