@@ -178,7 +178,7 @@ class Search:
         if best not in (stay, home) and not self._is_back(best):
             if gain < max(least, options.certainty * chance_of(found[best], held, self._future)):
                 doubt = f"{best} would be better by {gain:.3f} only"
-            elif gain + self._gain_if_denser(best, stay) < 0:
+            elif self._gain_if_denser(best, stay) < -least / 2:
                 doubt = f"{best} would lose more with a little more load"
         if doubt:
             reason = doubt
@@ -214,6 +214,8 @@ class Search:
         """Return the gain of ``best`` at a rate higher by ``certainty`` deviations of the doubt.
 
         Near saturation, a little more load is much worse, and some arrangements have less reserve.
+        A gain at the observed rate does not make up for that loss: an arrangement in which hundreds
+        of requests wait is hard to leave, since no other one is predicted to be better then.
         """
         future = denser(self._future, self._options.certainty * self._work_doubt)
         found = {one: self._forecast(one, future) for one in (best, stay)}
