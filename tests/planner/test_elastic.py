@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 from io import BytesIO
 from itertools import accumulate
-from math import exp
+from math import exp, log
 
 import msgspec
 import pytest
@@ -516,3 +516,24 @@ def test_lengths_that_differ_add_to_the_doubt() -> None:
 def test_a_denser_future_is_the_same_in_less_time() -> None:
     future = [FutureRequest(0.0, 10, 0, 5, generated=2), FutureRequest(6.0, 20, 0, 7)]
     assert denser(future, 0.2) == [future[0], future[1]._replace(at_s=5.0)]
+
+
+def test_a_gain_that_a_little_more_load_turns_into_a_loss_changes_nothing() -> None:
+    """Code completion just below saturation: split roles keep up here, and not at 12% more."""
+    draws, arrivals_s = random.Random(2), [0.0]
+    requests: list[ObservedRequest] = []
+    while (at_s := arrivals_s[-1] + draws.expovariate(46)) <= 4.0:
+        arrivals_s.append(at_s)
+        prompt, output = (int(draws.lognormvariate(log(mean) - 0.18, 0.6)) for mean in (2000, 30))
+        requests.append(
+            ObservedRequest(at_s, max(16, prompt), 0, max(2, output), None, at_s + 0.2, at_s + 1)
+        )
+    views = [view(f"c{n}", Role.COLOCATED, 0.1) for n in range(4)]
+    situation = Situation(4.0, views, requests, LoadMemory(0.0, 4.0), num_instances=4)
+    options = ElasticOptions(
+        profile=H100, ttft_s=1.0, tpot_s=0.02, routing="slo_aware", chunks="2048"
+    )
+    found = decide(situation, options)
+    assert found.changes == ()
+    assert found.gain > 0.1
+    assert found.reason.endswith("would lose more with a little more load")
