@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.progress import Progress
 
@@ -28,26 +28,19 @@ from banaserve.sim.request import SimRequest
 from banaserve.sim.run import simulate
 from banaserve.sim.system import preset
 from banaserve_bench.loadgen import arrivals
-from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
-from banaserve_bench.loadgen.loops import open_loop
+from banaserve_bench.loadgen.client import OpenAiClient, RequestRecord
 from banaserve_bench.loadgen.modelled_time import modelled_time
 from banaserve_bench.loadgen.servers import banaserve_server, end_on_sigterm
 from banaserve_bench.results import result
 from banaserve_bench.results.result import ModelledTime
 from banaserve_bench.serving.summary import tpot_s
 from banaserve_bench.statistics import median, percentile
+from benchmarks.cases import CaseRequest, send
 
 _TOKEN_IDS = (500, 40_000)
 _WARM_UP = 4
+PacedRequest = CaseRequest
 _Figures = dict[str, tuple[list[float], str]]
-
-
-class PacedRequest(NamedTuple):
-    """A request: its arrival in modelled seconds, its prompt and its output length."""
-
-    at_s: float
-    prompt: list[int]
-    output_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +141,9 @@ async def _run(
         with banaserve_server(MINIATURE, *options, "--run-dir", str(run_dir)) as server:
             async with OpenAiClient(server.url, f"paced-{profile.name}") as client:
                 warm_up = [PacedRequest(0.0, ask.prompt[::-1], 8) for ask in asks[:_WARM_UP]]
-                await _send(client, warm_up, dilation)
+                await send(client, warm_up, dilation)
                 before = {log.instance_id: log.sums() for log in readers(run_dir)}
-                records = await _send(client, asks, dilation)
+                records = [one.checked() for one in await send(client, asks, dilation)]
             told = modelled_time(server.url)
             assert told is not None
             steps, overrun = {}, {}
@@ -169,22 +162,6 @@ def _with_steps(run_dir: Path) -> Iterator[StepReader]:
     if not found:
         raise UserError(f"the server recorded no steps in {run_dir}")
     yield from found
-
-
-async def _send(
-    client: OpenAiClient, asks: Sequence[PacedRequest], dilation: float
-) -> list[RequestRecord]:
-    calls = [
-        CompletionCall(
-            str(number),
-            prompt=ask.prompt,
-            max_tokens=ask.output_tokens,
-            extra={"ignore_eos": True},
-        )
-        for number, ask in enumerate(asks)
-    ]
-    records = await open_loop(client, calls, [ask.at_s * dilation for ask in asks])
-    return [one.checked() for one in records]
 
 
 def figures_of(run: PacedRun, simulated: dict[str, Any]) -> _Figures:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import isnan
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from rich.progress import Progress
@@ -182,14 +182,6 @@ class PrefillTimes:
         return self.fetch_wait_s + self.store_wait_s
 
 
-class FirstTokenTimes(NamedTuple):
-    """A prompt's first token, the seconds until it came, and the number of fetched blocks."""
-
-    token: int
-    ttft_s: float
-    fetched_blocks: int
-
-
 @dataclass(frozen=True, slots=True)
 class _Samples:
     """Measured times.
@@ -240,12 +232,6 @@ class TracedEngine:
         if len(steps) != 1:
             raise UserError(f"a prompt took {len(steps)} steps that moved blocks, not one")
         return times_of(steps[0])
-
-    def first_token(self, prompt: Sequence[int], **options: Any) -> FirstTokenTimes:
-        """Return the first token of ``prompt``, with the connector's options as ``options``."""
-        answer = self._engine.tell(prompt=list(prompt), **options)
-        fetched = sum(step["fetched_blocks"] for step in answer["steps"])
-        return FirstTokenTimes(answer["token"], answer["ttft_s"], fetched)
 
 
 def times_of(step: dict[str, Any]) -> PrefillTimes:

@@ -5,10 +5,6 @@ a store, which computes every prompt, and one whose store has an SSD folder. Pre
 once and written to the folder; then the server is started again with an empty memory. Each run
 sends a prompt whose prefix is on SSD, then another with the same prefix, which is in memory by
 then. No engine keeps a cache of its own.
-
-Then one engine inside a process fetches a prefix over links of several speeds, as multiples of the
-speed at which fetching the whole prefix takes as long as computing it: the prefix is fetched,
-computed, or cut as the cost gate decides, in turn. ``--only links`` measures this alone.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.progress import Progress
 
@@ -32,11 +28,10 @@ from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve_bench.loadgen.servers import SHARES_GPU, Server, banaserve_server, end_on_sigterm
 from banaserve_bench.results import result
 from banaserve_bench.statistics import paired_ratios
-from benchmarks.pipeline import model_of, traced_engine
+from benchmarks.pipeline import model_of
 from benchmarks.random_model import SIZES
 
 _Figures = dict[str, tuple[list[float], str]]
-_LINK_WARM_UPS = 2
 _BLOCK_TOKENS = 128
 _FIRST_TOKEN, _LAST_TOKEN = 100, 40_000
 _WARM_UP_TOKENS = 400
@@ -56,12 +51,6 @@ class PrefixCase(NamedTuple):
         return f"{self.percent}_{self.place}" if self.percent else "0"
 
 
-_LINKS = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Speeds of links; at 1.0 fetching the prefix takes as long as computing it."""
-_LINK_WAYS = ("fetch", "compute", "cut")
-_LinkSamples = dict[tuple[float, str], list[tuple[float, int]]]
-"""Seconds to the first token and number of fetched blocks, by link and way."""
-
 _SHARES = (50, 90)
 _CASES = [
     PrefixCase(0, "nowhere"),
@@ -78,29 +67,21 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--size", choices=sorted(SIZES), help="random weights instead of --model")
     parser.add_argument("--runs", type=positive, default=5)
     parser.add_argument("--prompt-tokens", type=int, default=2000)
-    parser.add_argument("--link-blocks", type=positive, default=7, help="of a prefix over links")
-    parser.add_argument("--only", choices=("places", "links"), help="one part (default: both)")
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: temporary)")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(list(argv))
     end_on_sigterm()
     started_at = datetime.now(UTC)
-    figures: _Figures = {}
-    raw: dict[str, Any] = {}
-    with model_of(given) as model:
-        if given.only != "links":
-            with tempfile.TemporaryDirectory(prefix="bench-", dir=given.folder) as folder:
-                ttft_s, counts = asyncio.run(_measure_places(given, model, Path(folder) / "store"))
-            figures |= _figures(given, ttft_s, counts)
-            raw["counts"] = counts
-        if given.only != "places":
-            samples, raw["links"] = _measure_links(given, model)
-            figures |= link_figures(samples)
-    result.deliver(_result(given, started_at, figures, raw), given.json)
+    with (
+        model_of(given) as model,
+        tempfile.TemporaryDirectory(prefix="bench-", dir=given.folder) as folder,
+    ):
+        ttft_s, counts = asyncio.run(_measure(given, model, Path(folder) / "store"))
+    result.deliver(_result(given, started_at, ttft_s, counts), given.json)
     return 0
 
 
-async def _measure_places(
+async def _measure(
     given: argparse.Namespace, name: str, folder: Path
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Return times to the first token by case, and the counts of the store's server."""
@@ -130,35 +111,6 @@ async def _measure_places(
                 progress.advance(task)
             counts = _counts(stored)
     return bench.ttft_s, counts
-
-
-def _measure_links(given: argparse.Namespace, name: str) -> tuple[_LinkSamples, dict[str, Any]]:
-    """Measure every way over every link once a run, after a warm-up that times computing."""
-    model = models.resolve(name, None, lambda line: print(line, flush=True))
-    draws = random.Random(given.seed)
-    samples: _LinkSamples = {(link, way): [] for link in _LINKS for way in _LINK_WAYS}
-    with traced_engine(model.path_or_id, "1GiB") as engine, Progress(transient=True) as progress:
-        task = progress.add_task("over links", total=given.runs)
-        tokens = given.link_blocks * engine.block_size
-        for _ in range(_LINK_WARM_UPS):
-            warm = engine.prefill(_tokens(draws, tokens))
-        prefix = _tokens(draws, tokens)
-        engine.prefill(prefix)
-        parity = tokens * engine.token_layer_bytes * engine.num_layers / warm.compute_s
-        for _ in range(given.runs):
-            # Less than a block after the prefix, so that none of it is in the store next time.
-            prompt = prefix + _tokens(draws, engine.block_size // 2)
-            tokens_seen = set()
-            for (link, way), taken in samples.items():
-                is_new = way == _LINK_WAYS[0]
-                speed = link * parity
-                seen = engine.first_token(prompt, way=way, new_link=is_new, load_bytes_per_s=speed)
-                taken.append((seen.ttft_s, seen.fetched_blocks))
-                tokens_seen.add(seen.token)
-            if len(tokens_seen) > 1:
-                raise UserError(f"one prompt got different first tokens: {sorted(tokens_seen)}")
-            progress.advance(task)
-    return samples, {"bytes_per_s_at_1x": parity}
 
 
 def _same() -> tuple[str, ...]:
@@ -263,8 +215,8 @@ def _counts(stored: Server) -> dict[str, float]:
 def _result(
     given: argparse.Namespace,
     started_at: datetime,
-    figures: _Figures,
-    raw: dict[str, Any],
+    ttft_s: dict[str, list[float]],
+    counts: dict[str, float],
 ) -> result.Result:
     return result.result(
         "prefix-ttft",
@@ -273,24 +225,20 @@ def _result(
             "model": given.size or given.model,
             "runs": given.runs,
             "prompt_tokens": given.prompt_tokens,
-            "link_blocks": given.link_blocks,
-            "only": given.only,
         },
         started_at=started_at,
-        figures={name: result.figure(*values) for name, values in figures.items()},
+        figures={
+            name: result.figure(*values) for name, values in _figures(given, ttft_s, counts).items()
+        },
         notes=[
             "ttft_vs_recompute compares with a server without a store, run by run",
             "the cached share is whole blocks: "
             + ", ".join(f"{whole_blocks(given.prompt_tokens, p)} tokens" for p in _SHARES),
             "ssd_blocks_fraction: of the blocks that lay on SSD only, so many came from there",
             "the page cache is bypassed where the folder's file system has direct I/O",
-            "Nx: fetches are held back to N times the speed at which fetching the whole prefix "
-            "takes as long as computing it; the prompt has half a block more than the prefix",
-            "cut_vs_best: over the shorter of fetch and compute, run by run; the gate knows the "
-            "link from the prompt before, of which all was fetched",
             "float32, one OMP thread an engine, one request at a time",
         ],
-        raw=raw,
+        raw={"counts": counts},
     )
 
 
@@ -308,23 +256,4 @@ def _figures(
         whole_blocks(given.prompt_tokens, percent) // _BLOCK_TOKENS for percent in _SHARES
     )
     figures["ssd_blocks_fraction"] = ([counts["promoted_blocks"] / expected], "fraction")
-    return figures
-
-
-def link_figures(samples: _LinkSamples) -> _Figures:
-    """Return samples and unit of each figure of the links, from the samples by link and way."""
-    figures: _Figures = {}
-    for link in dict.fromkeys(link for link, _ in samples):
-        ttft_s = {way: [seconds for seconds, _ in samples[link, way]] for way in _LINK_WAYS}
-        best = [min(pair) for pair in zip(ttft_s["fetch"], ttft_s["compute"], strict=True)]
-        blocks = [float(num_blocks) for _, num_blocks in samples[link, "cut"]]
-        at = f"at_{link:g}x"
-        figures |= {f"ttft_{way}_{at}": (seconds, "s") for way, seconds in ttft_s.items()}
-        figures[f"cut_blocks_fetched_{at}"] = (blocks, "blocks")
-        for name, theirs in (
-            ("best", best),
-            ("fetch", ttft_s["fetch"]),
-            ("compute", ttft_s["compute"]),
-        ):
-            figures[f"cut_vs_{name}_{at}"] = (paired_ratios(ttft_s["cut"], theirs), "ratio")
     return figures

@@ -1,9 +1,8 @@
-"""Cost of the KV cache store, compared with plain copies and with other stores.
+"""Cost of the KV cache store, compared with plain copies.
 
 ``python -m benchmarks kvstore``. Measures put and get through the pool against plain memcpy of as
-many bytes, the SSD tier against raw direct I/O, and the same blocks through Mooncake Store and
-Redis. Compared measurements take turns within each run, and no cache of the processor holds the
-copied bytes.
+many bytes, and the SSD tier against raw direct I/O. Compared measurements take turns within each
+run, and no cache of the processor holds the copied bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import argparse
 import contextlib
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -32,8 +31,6 @@ from benchmarks.kvstore.memory import (
     PoolTimes,
     store_daemon,
 )
-from benchmarks.kvstore.others import OtherBench, mooncake_bench, redis_bench
-from benchmarks.kvstore.peers import missing_mooncake, missing_redis
 
 _POOL_SIZE = "512MiB"
 _NUM_LOOKUPS = 300
@@ -62,7 +59,6 @@ def main(argv: Sequence[str]) -> int:
     with Progress(transient=True) as progress:
         notes = _memory(given, samples, progress)
         notes += _disk(given, samples, progress)
-        notes += _others(given, samples, progress)
     names = [*_FIRST, *(name for name in samples if name not in _FIRST)]
     record = result.result(
         "kvstore",
@@ -190,39 +186,3 @@ def _disk(given: argparse.Namespace, samples: Samples, progress: Progress) -> li
             f"threads on one preallocated file; the tier: a file per block, {direct} the page "
             "cache, its budget used up, checksums included"
         ]
-
-
-def _others(given: argparse.Namespace, samples: Samples, progress: Progress) -> list[str]:
-    notes = [f"stores side by side: {given.blocks} blocks of 3 MiB a request, single client"]
-    block_bytes = BLOCK_BYTES[-1]
-    with contextlib.ExitStack() as stack:
-        daemon = stack.enter_context(store_daemon(_POOL_SIZE))
-        pool = PoolBench(daemon, block_bytes, given.blocks, given.seed)
-        stack.callback(pool.close)
-        runs: dict[str, Callable[[], tuple[float, float]]] = {"store": lambda: _put_get(pool)}
-        for name, missing, start in (
-            ("mooncake", missing_mooncake(), mooncake_bench),
-            ("redis", missing_redis(), redis_bench),
-        ):
-            if missing is not None:
-                notes.append(f"{name} was not measured: {missing}")
-                continue
-            bench: OtherBench = stack.enter_context(start(block_bytes, given.blocks, given.seed))
-            runs[name] = bench.run
-        task = progress.add_task("other stores", total=given.runs)
-        for work in runs.values():
-            work()
-        for _ in range(given.runs):
-            for name, work in runs.items():
-                put_s, get_s = work()
-                num_bytes = given.blocks * block_bytes
-                samples[f"{name}_put_gb_per_s"].append(num_bytes / put_s / 1e9)
-                samples[f"{name}_get_gb_per_s"].append(num_bytes / get_s / 1e9)
-            progress.advance(task)
-    notes.append("mooncake and redis: over TCP on the loopback, a process each; batches of calls")
-    return notes
-
-
-def _put_get(pool: PoolBench) -> tuple[float, float]:
-    times = pool.run("layers")
-    return times.put_s, times.get_s

@@ -1,11 +1,10 @@
-"""Other stores that a benchmark or a test starts for itself: mooncake_master and Redis."""
+"""Master of Mooncake Store that a benchmark or a test starts for itself."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -82,13 +81,6 @@ def missing_mooncake() -> str | None:
     return None
 
 
-def missing_redis() -> str | None:
-    """Return the reason why Redis cannot be used here; None if it can."""
-    if shutil.which("redis-server") is None:
-        return "redis-server is not on PATH"
-    return None
-
-
 def joined_mooncake(master: Peer, options: str) -> MooncakeTier:
     """Return a tier that has joined ``master``; ``options`` are those of its URL.
 
@@ -117,22 +109,6 @@ def mooncake_master() -> Iterator[Peer]:
     command = [str(Path(spec.origin).with_name("mooncake_master")), f"--rpc_port={port}"]
     command += ["--rpc_address=127.0.0.1", "--rpc_thread_num=2"]
     command += ["--metrics_host=127.0.0.1", f"--metrics_port={free_port()}"]
-    with _running(command, port) as peer:
-        yield peer
-
-
-@contextlib.contextmanager
-def redis_server() -> Iterator[Peer]:
-    """Run Redis without persistence on a free port of the loopback."""
-    port = free_port()
-    command = ["redis-server", "--bind", "127.0.0.1", "--port", str(port)]
-    command += ["--save", "", "--appendonly", "no"]
-    with _running(command, port) as peer:
-        yield peer
-
-
-@contextlib.contextmanager
-def _running(command: list[str], port: int) -> Iterator[Peer]:
     peer = Peer(command, port)
     try:
         yield peer

@@ -7,6 +7,8 @@ that run have been stored, or read. It lends memory for all runs, since recently
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import json
 import subprocess
 import sys
@@ -14,11 +16,11 @@ import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from banaserve.base.errors import UserError
 from banaserve_bench.loadgen.servers import end_with_parent
-from benchmarks.kvstore.memory import plain_memory
-from benchmarks.kvstore.others import Mooncake
+from benchmarks.kvstore.memory import Memory, plain_memory
 
 MASTER_PORT = 7400
 _START_S = 2.0
@@ -33,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     shape = (int(num_blocks), int(block_bytes))
     blocks = plain_memory(shape[0] * shape[1], 0 if lends else None).reshape(shape)
     segment_bytes = (int(runs) + 1) * blocks.nbytes if lends else 0
-    store = Mooncake(f"{master_host}:{MASTER_PORT}", [blocks], host, segment_bytes)
+    store = _Mooncake(f"{master_host}:{MASTER_PORT}", blocks, host, segment_bytes)
     _say(0.0)
     for line in sys.stdin:
         keys = [f"network-{int(line)}-{number}" for number in range(shape[0])]
@@ -47,6 +49,37 @@ def main(argv: Sequence[str]) -> int:
                 raise UserError("Mooncake returned other bytes")
         _say(time.perf_counter() - began_s)
     return 0
+
+
+class _Mooncake:
+    """Client of Mooncake, reached by others at ``host``, which lends ``segment_bytes``."""
+
+    def __init__(self, master: str, blocks: Memory, host: str, segment_bytes: int) -> None:
+        # Imported by name, since the package is an extra.
+        package = importlib.import_module("mooncake.store")
+        self._client: Any = package.MooncakeDistributedStore()
+        code = self._client.setup(host, "P2PHANDSHAKE", segment_bytes, 16 << 20, "tcp", "", master)
+        code = code or self._client.register_buffer(blocks.ctypes.data, blocks.nbytes)
+        if code:
+            raise UserError(f"Mooncake's client cannot be set up (code {code})")
+
+    def put(self, keys: Sequence[str], blocks: Memory) -> None:
+        codes = self._client.batch_put_from(list(keys), _addresses(blocks), _sizes(blocks))
+        if any(codes):
+            raise UserError(f"Mooncake stored nothing (codes {sorted(set(codes))})")
+
+    def get(self, keys: Sequence[str], blocks: Memory) -> None:
+        codes = self._client.batch_get_into(list(keys), _addresses(blocks), _sizes(blocks))
+        if codes != _sizes(blocks):
+            raise UserError(f"Mooncake loaded something else (codes {sorted(set(codes))})")
+
+
+def _addresses(blocks: Memory) -> list[int]:
+    return [ctypes.addressof(ctypes.c_char.from_buffer(block)) for block in blocks]
+
+
+def _sizes(blocks: Memory) -> list[int]:
+    return [block.size for block in blocks]
 
 
 def _start_master(host: str) -> None:

@@ -72,5 +72,5 @@ def test_the_words_beside_it_name_losses() -> None:
 
 
 def test_another_result_is_refused() -> None:
-    with pytest.raises(UserError, match="not of stall"):
-        cells_of(result.read(pictures.SOURCE.with_name("stall.json")))
+    with pytest.raises(UserError, match="not of pacing"):
+        cells_of(result.read(pictures.SOURCE.with_name("pacing.json")))

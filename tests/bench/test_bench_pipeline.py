@@ -8,7 +8,7 @@ from math import nan
 import pytest
 
 from benchmarks.pipeline import measured_break_even, times_of
-from benchmarks.prefix_ttft import link_figures, whole_blocks
+from benchmarks.prefix_ttft import whole_blocks
 from depth import chosen_seed
 
 
@@ -73,17 +73,3 @@ def test_a_step_that_fetches_nothing_waits_for_nothing() -> None:
 @pytest.mark.parametrize(("percent", "tokens"), [(0, 0), (50, 8 * 128), (90, 14 * 128)])
 def test_shares_are_whole_blocks(percent: int, tokens: int) -> None:
     assert whole_blocks(2000, percent) == tokens
-
-
-def test_a_cut_is_compared_with_the_better_end_of_its_run() -> None:
-    samples = {
-        (0.5, "fetch"): [(4.0, 7), (2.0, 7)],
-        (0.5, "compute"): [(3.0, 0), (4.0, 0)],
-        (0.5, "cut"): [(1.5, 3), (2.0, 4)],
-    }
-    figures = link_figures(samples)
-    assert figures["cut_vs_best_at_0.5x"] == ([0.5, 1.0], "ratio")
-    assert figures["cut_vs_fetch_at_0.5x"] == ([0.375, 1.0], "ratio")
-    assert figures["cut_vs_compute_at_0.5x"] == ([0.5, 0.5], "ratio")
-    assert figures["cut_blocks_fetched_at_0.5x"] == ([3.0, 4.0], "blocks")
-    assert figures["ttft_fetch_at_0.5x"] == ([4.0, 2.0], "s")
