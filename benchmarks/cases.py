@@ -55,10 +55,7 @@ async def send(
 ) -> list[RequestRecord]:
     """Send each of ``asked`` when it is due; return the records when all have ended."""
     calls = [
-        CompletionCall(
-            str(n), prompt=one.prompt, max_tokens=one.output_tokens, extra={"ignore_eos": True}
-        )
-        for n, one in enumerate(asked)
+        CompletionCall.exact(str(n), one.prompt, one.output_tokens) for n, one in enumerate(asked)
     ]
     return await open_loop(client, calls, [one.at_s * dilation for one in asked])
 
@@ -106,7 +103,7 @@ def num_equal(profile: Profile, answers: Sequence[Answer]) -> int:
     """Return how many ``answers`` one vLLM engine with the profile's miniature gives too."""
     model = miniatures.resolve(profile, print)
     calls = [
-        CompletionCall(str(n), prompt=prompt, max_tokens=len(answer), extra={"ignore_eos": True})
+        CompletionCall.exact(str(n), prompt, len(answer))
         for n, (prompt, answer) in enumerate(answers)
     ]
     # The model's maximum context may not fit into the cache, which is sized for these few answers.

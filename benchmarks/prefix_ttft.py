@@ -15,23 +15,22 @@ import contextlib
 import random
 import tempfile
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
 from rich.progress import Progress
 
 from banaserve.base import models
-from banaserve.base.arguments import Parser, positive
+from banaserve.base.arguments import positive
 from banaserve.base.errors import UserError
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
-from banaserve_bench.loadgen.servers import SHARES_GPU, Server, banaserve_server, end_on_sigterm
+from banaserve_bench.loadgen.servers import SHARES_GPU, Server, banaserve_server
 from banaserve_bench.results import result
 from banaserve_bench.statistics import paired_ratios
-from benchmarks.pipeline import model_of
+from benchmarks.measurement import Measurement, Samples, model_of, parser_of
+from benchmarks.pipeline import model_name
 from benchmarks.random_model import SIZES
 
-_Figures = dict[str, tuple[list[float], str]]
 _BLOCK_TOKENS = 128
 _FIRST_TOKEN, _LAST_TOKEN = 100, 40_000
 _WARM_UP_TOKENS = 400
@@ -61,8 +60,7 @@ _RECOMPUTE = "recompute"
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and write the result; return the exit code."""
-    parser = Parser(prog="python -m benchmarks prefix-ttft", description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the result there")
+    parser = parser_of("prefix-ttft", __doc__)
     parser.add_argument("--model", default=models.PACKAGED)
     parser.add_argument("--size", choices=sorted(SIZES), help="random weights instead of --model")
     parser.add_argument("--runs", type=positive, default=5)
@@ -70,14 +68,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: temporary)")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(list(argv))
-    end_on_sigterm()
-    started_at = datetime.now(UTC)
+    measurement = Measurement("prefix-ttft", given)
     with (
-        model_of(given) as model,
+        model_name(given) as model,
         tempfile.TemporaryDirectory(prefix="bench-", dir=given.folder) as folder,
     ):
         ttft_s, counts = asyncio.run(_measure(given, model, Path(folder) / "store"))
-    result.deliver(_result(given, started_at, ttft_s, counts), given.json)
+    figures = _figures(given, ttft_s, counts)
+    measurement.deliver(measurement.result(figures, _notes(given), raw={"counts": counts}))
     return 0
 
 
@@ -85,7 +83,7 @@ async def _measure(
     given: argparse.Namespace, name: str, folder: Path
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Return times to the first token by case, and the counts of the store's server."""
-    model = models.resolve(name, None, lambda line: print(line, flush=True))
+    model = model_of(name)
     draws = random.Random(given.seed)
     prefixes = [
         {
@@ -212,39 +210,20 @@ def _counts(stored: Server) -> dict[str, float]:
     return counts
 
 
-def _result(
-    given: argparse.Namespace,
-    started_at: datetime,
-    ttft_s: dict[str, list[float]],
-    counts: dict[str, float],
-) -> result.Result:
-    return result.result(
-        "prefix-ttft",
-        seed=given.seed,
-        options={
-            "model": given.size or given.model,
-            "runs": given.runs,
-            "prompt_tokens": given.prompt_tokens,
-        },
-        started_at=started_at,
-        figures={
-            name: result.figure(*values) for name, values in _figures(given, ttft_s, counts).items()
-        },
-        notes=[
-            "ttft_vs_recompute compares with a server without a store, run by run",
-            "the cached share is whole blocks: "
-            + ", ".join(f"{whole_blocks(given.prompt_tokens, p)} tokens" for p in _SHARES),
-            "ssd_blocks_fraction: of the blocks that lay on SSD only, so many came from there",
-            "the page cache is bypassed where the folder's file system has direct I/O",
-            "float32, one OMP thread an engine, one request at a time",
-        ],
-        raw={"counts": counts},
-    )
+def _notes(given: argparse.Namespace) -> list[str]:
+    return [
+        "ttft_vs_recompute compares with a server without a store, run by run",
+        "the cached share is whole blocks: "
+        + ", ".join(f"{whole_blocks(given.prompt_tokens, p)} tokens" for p in _SHARES),
+        "ssd_blocks_fraction: of the blocks that lay on SSD only, so many came from there",
+        "the page cache is bypassed where the folder's file system has direct I/O",
+        "float32, one OMP thread an engine, one request at a time",
+    ]
 
 
 def _figures(
     given: argparse.Namespace, ttft_s: dict[str, list[float]], counts: dict[str, float]
-) -> _Figures:
+) -> Samples:
     """Return samples and unit of each figure."""
     recompute_s = ttft_s[_RECOMPUTE]
     figures = {f"ttft_{name}": (samples, "s") for name, samples in ttft_s.items()}

@@ -12,15 +12,11 @@ import contextlib
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.progress import Progress
 
-from banaserve.base.arguments import Parser
-from banaserve.base.errors import UserError
-from banaserve_bench.loadgen.servers import end_on_sigterm
-from banaserve_bench.results import result
+from banaserve.base.arguments import positive
 from banaserve_bench.statistics import median
 from benchmarks.kvstore.disk import DiskBench, DiskTimes, check_direct
 from benchmarks.kvstore.memory import (
@@ -31,6 +27,7 @@ from benchmarks.kvstore.memory import (
     PoolTimes,
     store_daemon,
 )
+from benchmarks.measurement import Measurement, parser_of
 
 _POOL_SIZE = "512MiB"
 _NUM_LOOKUPS = 300
@@ -46,55 +43,42 @@ _FIRST = (
     "lookups_of_64_keys_per_s",
     "round_trips_per_request",
 )
-Samples = dict[str, list[float]]
+StoreSamples = dict[str, list[float]]
 _UNITS = {"fraction": "fraction", "gb_per_s": "GB/s", "per_s": "calls/s", "request": "calls"}
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and write the result; return the exit code."""
     given = _parse(argv)
-    end_on_sigterm()
-    started_at = datetime.now(UTC)
-    samples: Samples = defaultdict(list)
+    measurement = Measurement("kvstore", given)
+    samples: StoreSamples = defaultdict(list)
     with Progress(transient=True) as progress:
         notes = _memory(given, samples, progress)
         notes += _disk(given, samples, progress)
     names = [*_FIRST, *(name for name in samples if name not in _FIRST)]
-    record = result.result(
-        "kvstore",
-        seed=given.seed,
-        options={name: str(value) for name, value in vars(given).items() if name != "json"},
-        started_at=started_at,
-        figures={name: result.figure(samples[name], _unit(name)) for name in names},
-        notes=notes,
-    )
-    result.deliver(record, given.json)
+    figures = {name: (samples[name], _unit(name)) for name in names}
+    measurement.deliver(measurement.result(figures, notes))
     return 0
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(prog="python -m benchmarks kvstore", description=__doc__)
+    parser = parser_of("kvstore", __doc__)
     add = parser.add_argument
-    add("--json", type=Path, help="write the result there")
-    add("--runs", type=int, default=5)
-    add("--repeats", type=int, default=9, help="of each copy within a run; the median counts")
-    add("--blocks", type=int, default=16, help="of a request")
-    add("--disk-blocks", type=int, default=64, help="of a run on disk")
-    add("--depth", type=int, default=8, help="transfers of the disk at once")
+    add("--runs", type=positive, default=5)
+    add("--repeats", type=positive, default=9, help="of each copy within a run; the median counts")
+    add("--blocks", type=positive, default=16, help="of a request")
+    add("--disk-blocks", type=positive, default=64, help="of a run on disk")
+    add("--depth", type=positive, default=8, help="transfers of the disk at once")
     add("--folder", type=Path, default=Path("/var/tmp"), help="on the disk to measure")
     add("--seed", type=int, default=0)
-    given = parser.parse_args(list(argv))
-    counts = (given.runs, given.repeats, given.blocks, given.disk_blocks, given.depth)
-    if min(counts) < 1:
-        raise UserError("runs, repeats, blocks and depth are at least 1")
-    return given
+    return parser.parse_args(list(argv))
 
 
 def _unit(name: str) -> str:
     return next(unit for part, unit in _UNITS.items() if part in name)
 
 
-def _memory(given: argparse.Namespace, samples: Samples, progress: Progress) -> list[str]:
+def _memory(given: argparse.Namespace, samples: StoreSamples, progress: Progress) -> list[str]:
     task = progress.add_task("pool", total=given.runs)
     with contextlib.ExitStack() as stack:
         benches: list[tuple[str, PoolBench]] = []
@@ -124,7 +108,7 @@ def _memory(given: argparse.Namespace, samples: Samples, progress: Progress) -> 
 
 
 def _memory_run(
-    benches: Sequence[tuple[str, PoolBench]], given: argparse.Namespace, samples: Samples
+    benches: Sequence[tuple[str, PoolBench]], given: argparse.Namespace, samples: StoreSamples
 ) -> None:
     total = PoolTimes(*[0.0] * len(PoolTimes._fields))
     for name, bench in benches:
@@ -150,7 +134,7 @@ def _memory_run(
     samples["round_trips_per_request"].append(benches[0][1].round_trips())
 
 
-def _disk(given: argparse.Namespace, samples: Samples, progress: Progress) -> list[str]:
+def _disk(given: argparse.Namespace, samples: StoreSamples, progress: Progress) -> list[str]:
     task = progress.add_task("disk", total=given.runs)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=given.folder)))

@@ -21,16 +21,14 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.progress import Progress
 
-from banaserve.base.arguments import Parser
+from banaserve.base.arguments import positive
 from banaserve.base.errors import UserError
-from banaserve_bench.loadgen.servers import end_on_sigterm
-from banaserve_bench.results import result
 from benchmarks.kvstore.peers import missing_mooncake
+from benchmarks.measurement import Measurement, parser_of
 from benchmarks.network import hosts
 from benchmarks.network.hosts import Network
 from benchmarks.network.ways import MooncakeWay, StoreWay, StreamWay, Way
@@ -47,34 +45,25 @@ def main(argv: Sequence[str]) -> int:
     given = _parse(argv)
     if why := hosts.missing():
         raise UserError(why)
-    end_on_sigterm()
-    started_at = datetime.now(UTC)
+    measurement = Measurement("network", given)
     samples: dict[str, list[float]] = defaultdict(list)
     with Progress(transient=True) as progress:
         for gbits in _RATES:
             _measure(gbits, given, samples, progress)
-    record = result.result(
-        "network",
-        seed=0,
-        options={name: str(value) for name, value in vars(given).items() if name != "json"},
-        started_at=started_at,
-        figures={name: result.figure(taken, _unit(name)) for name, taken in samples.items()},
-        notes=_notes(given),
-    )
-    result.deliver(record, given.json)
+    figures = {name: (taken, _unit(name)) for name, taken in samples.items()}
+    measurement.deliver(measurement.result(figures, _notes(given)))
     return 0
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(prog="python -m benchmarks network", description=__doc__)
+    parser = parser_of("network", __doc__)
     add = parser.add_argument
-    add("--json", type=Path, help="write the result there")
-    add("--runs", type=int, default=7)
-    add("--blocks", type=int, default=125, help="of a prompt; 16 tokens each")
+    add("--runs", type=positive, default=7)
+    add("--blocks", type=positive, default=125, help="of a prompt; 16 tokens each")
     add("--block-bytes", type=int, default=2 << 20, help="of all layers; Llama-3.1-8B's")
     given = parser.parse_args(list(argv))
-    if given.runs < 1 or given.blocks < 1 or given.block_bytes < 1 << 17:
-        raise UserError("runs and blocks are at least 1, a block has 128 KiB or more")
+    if given.block_bytes < 1 << 17:
+        raise UserError("a block has 128 KiB or more")
     return given
 
 

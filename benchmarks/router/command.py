@@ -4,46 +4,33 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from msgspec import structs
 
-from banaserve.base.arguments import Parser, positive
-from banaserve_bench.loadgen.servers import end_on_sigterm
+from banaserve.base.arguments import positive
 from banaserve_bench.results import result
+from benchmarks.measurement import Measurement, Samples, parser_of
 from benchmarks.router import decisions, proxy
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and write the result; return the exit code."""
     given = _parse(argv)
-    end_on_sigterm()
-    started_at = datetime.now(UTC)
-    figures: dict[str, result.Figure] = {}
+    measurement = Measurement("router", given)
+    figures: Samples = {}
     notes: list[str] = []
     raw: dict[str, object] = {}
     if given.only != "proxy":
         figures, notes, raw = decisions.figures(given.runs, given.seed, given.insertions)
     if given.only != "decisions":
-        proxy_figures, proxy_notes = proxy.figures(_proxy_options(given))
+        proxy_figures, proxy_notes = proxy.figures(given)
         figures, notes = {**figures, **proxy_figures}, [*notes, *proxy_notes]
-    asked = {
-        key: value for key, value in vars(given).items() if key not in ("json", "seed", "peers")
-    }
-    record = result.result(
-        "router",
-        seed=given.seed,
-        options={**asked, "peers": given.peers is not None},
-        started_at=started_at,
-        figures=figures,
-        notes=notes,
-        raw=raw,
-    )
+    record = measurement.result(figures, notes, raw=raw)
     if given.only and given.json is not None and given.json.exists():
         record = joined(result.read(given.json), record)
-    result.deliver(record, given.json)
+    measurement.deliver(record)
     return 0
 
 
@@ -82,9 +69,8 @@ def _provenance(record: result.Result) -> dict[str, Any]:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(prog="python -m benchmarks router", description=__doc__)
+    parser = parser_of("router", __doc__)
     add = parser.add_argument
-    add("--json", type=Path)
     add("--runs", type=positive, default=5)
     add("--requests", type=positive, default=4000)
     add("--streams", type=positive, default=256)
@@ -99,15 +85,3 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     add("--seed", type=int, default=0)
     return parser.parse_args(list(argv))
-
-
-def _proxy_options(given: argparse.Namespace) -> proxy.ProxyOptions:
-    return proxy.ProxyOptions(
-        given.runs,
-        given.requests,
-        given.streams,
-        given.rate,
-        given.policy,
-        given.peers,
-        given.seed,
-    )

@@ -83,8 +83,7 @@ def settings(content: str) -> dict[str, Any]:
     """Return matplotlib's settings for a drawing in the light theme.
 
     Args:
-        content: Content of the drawing, from which identifiers are derived, since those of two
-            drawings in one page must differ.
+        content: Content of the drawing, from which identifiers are derived.
     """
     return {
         "svg.fonttype": "none",
@@ -225,8 +224,3 @@ def _styled(document: str, title: str) -> str:
     # A hundredth of a point is finer than a screen shows.
     rest = re.sub(r"(\d+\.\d\d)\d+", r"\1", rest)
     return f"{head}{end}\n<style>{style()}</style>{rest}"
-
-
-def inline(document: str) -> str:
-    """Return the document as an element of an HTML page that has ``style()`` itself."""
-    return document.replace(f"<style>{style()}</style>", "", 1)

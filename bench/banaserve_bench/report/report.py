@@ -1,4 +1,4 @@
-"""Report of the results in a folder as one page, HTML and Markdown: ``banaserve bench report DIR``.
+"""Report of the results in a folder as one page of Markdown: ``banaserve bench report DIR``.
 
 The answer in sentences first, then every figure with its 95% interval over the runs (Student's t)
 and the best of each row marked; for serving runs the distributions of latency, and throughput and
@@ -13,36 +13,34 @@ from pathlib import Path
 
 from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
-from banaserve_bench.report import drawing
-from banaserve_bench.report.pages import as_html, as_markdown
-from banaserve_bench.report.section import section_of
+from banaserve_bench.report import drawing, tables
+from banaserve_bench.report.section import Section, section_of
 from banaserve_bench.results import result
 
 _SKIPPED = ("run.json",)
+_NUM_OPENING = 2
 
 
 def make_parser() -> Parser:
     """Return the parser of the command's options."""
     parser = Parser(prog="banaserve bench report", description=__doc__)
     parser.add_argument("folder", type=Path, metavar="DIR", help="with results, at any depth")
-    parser.add_argument("--out", type=Path, help="folder of the pages (default: DIR)")
+    parser.add_argument("--out", type=Path, help="folder of the page (default: DIR)")
     parser.add_argument("--title", default="Benchmarks of banaserve")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write both pages; return the exit code."""
+    """Write the page; return the exit code."""
     given = make_parser().parse_args(list(argv))
-    pages = write_report(given.folder, given.out or given.folder, given.title)
-    for page in pages:
-        print(page)
+    print(write_report(given.folder, given.out or given.folder, given.title))
     return 0
 
 
-def write_report(folder: Path, out: Path, title: str) -> list[Path]:
-    """Write report.html, report.md and its plots for all results below ``folder``.
+def write_report(folder: Path, out: Path, title: str) -> Path:
+    """Write report.md and its plots for all results below ``folder``; return the page's path.
 
-    Without matplotlib the plots are left out; both pages and standard error say so.
+    Without matplotlib the plots are left out; the page and standard error say so.
 
     Raises:
         UserError: There is no folder, no result in it, a file that is not a result, or no room to
@@ -52,16 +50,17 @@ def write_report(folder: Path, out: Path, title: str) -> list[Path]:
     problem = "" if drawing.is_possible() else drawing.MISSING
     if problem:
         print(problem, file=sys.stderr)
-    drawn = [[] if problem else [drawing.svg(grid) for grid in one.plots] for one in sections]
-    html, markdown = out / "report.html", out / "report.md"
+    page = out / "report.md"
     try:
         out.mkdir(parents=True, exist_ok=True)
-        names = _written(drawn, out)
-        html.write_text(as_html(title, sections, drawn, problem))
-        markdown.write_text(as_markdown(title, sections, names, problem))
+        plots = [
+            [] if problem else _drawn(section, out, number)
+            for number, section in enumerate(sections, start=1)
+        ]
+        page.write_text(_markdown(title, sections, plots, problem))
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}") from error
-    return [html, markdown]
+    return page
 
 
 def result_files(folder: Path) -> list[Path]:
@@ -82,14 +81,49 @@ def result_files(folder: Path) -> list[Path]:
     return found
 
 
-def _written(drawn: Sequence[Sequence[str]], out: Path) -> list[list[str]]:
-    """Write each section's plots as files; return their names."""
-    names = [
-        [f"plots/{number}-{place}.svg" for place in range(len(svgs))]
-        for number, svgs in enumerate(drawn, start=1)
-    ]
-    for section, svgs in zip(names, drawn, strict=True):
-        for name, document in zip(section, svgs, strict=True):
-            (out / "plots").mkdir(exist_ok=True)
-            (out / name).write_text(document)
+def _drawn(section: Section, out: Path, number: int) -> list[str]:
+    """Write a section's plots as files; return their names from ``out``."""
+    names = []
+    for place, grid in enumerate(section.plots):
+        names.append(f"plots/{number}-{place}.svg")
+        (out / "plots").mkdir(exist_ok=True)
+        (out / names[-1]).write_text(drawing.svg(grid))
     return names
+
+
+def _markdown(
+    title: str, sections: Sequence[Section], plots: Sequence[Sequence[str]], problem: str
+) -> str:
+    """Return the page: the answers first, then the figures, then the facts behind them.
+
+    A page of several sections opens with the first sentences of each section.
+    """
+    parts = [f"# {title}"]
+    if problem:
+        parts.append(problem)
+    if len(sections) > 1:
+        opening = [f"{one.name}: {' '.join(one.answer[:_NUM_OPENING])}" for one in sections]
+        parts.append(_list(opening))
+    for section, names in zip(sections, plots, strict=True):
+        parts += _section(section, names)
+    return "\n\n".join(parts) + "\n"
+
+
+def _section(section: Section, plots: Sequence[str]) -> list[str]:
+    parts = [f"## {section.name}", _list(section.answer)]
+    if not tables.is_empty(section.table):
+        parts.append(tables.as_markdown(section.table))
+    if section.table_note:
+        parts.append(section.table_note)
+    for grid, name in zip(section.plots, plots, strict=False):
+        parts += [f"### {grid.title}", f"![{grid.title}]({name})"]
+    for caption, table in section.more:
+        parts += [f"### {caption}", tables.as_markdown(table)]
+    parts += ["### What this rests on", "; ".join(section.facts)]
+    if section.notes:
+        parts.append(_list(section.notes))
+    return parts
+
+
+def _list(words: Sequence[str]) -> str:
+    return "\n".join(f"- {one}" for one in words)

@@ -10,7 +10,7 @@ import msgspec
 from banaserve.base.errors import UserError
 from banaserve_bench.report.compare_tables import extra_tables
 from banaserve_bench.report.plots import PlotGrid, grids_of
-from banaserve_bench.report.sentences import answer_of, by_metric
+from banaserve_bench.report.sentences import answer_of
 from banaserve_bench.report.tables import MARKS, Table, figure_table, serving_table
 from banaserve_bench.results.result import Result
 from banaserve_bench.serving.summary import Summary
@@ -22,7 +22,6 @@ class Section:
 
     Attributes:
         answer: Sentences, the most important first.
-        details: Sentences that give the same figure by figure; empty except for comparisons.
         table_note: Meaning of the marks in the table; empty if it has none.
         more: Further tables, each with a caption.
     """
@@ -33,7 +32,6 @@ class Section:
     table: Table
     plots: list[PlotGrid]
     notes: list[str]
-    details: list[str] = field(default_factory=list)
     table_note: str = ""
     more: list[tuple[str, Table]] = field(default_factory=list)
 
@@ -57,7 +55,6 @@ def section_of(record: Result) -> Section:
         table=serving_table(systems) if systems else figure_table(record.figures),
         plots=grids_of(systems, record.raw.get("timelines", {})),
         notes=record.notes,
-        details=by_metric(systems) if len(systems) > 1 else [],
         table_note=MARKS if len(systems) > 1 else "",
         more=more,
     )

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from banaserve.base.figure_text import number, row
-from banaserve_bench.report.serving_metrics import TOLD_METRICS, ServingMetric, load_words, loads_of
+from banaserve_bench.report.serving_metrics import TOLD_METRICS, load_words, loads_of
 from banaserve_bench.report.standings import (
     MIN_LEAD_FRACTION,
     MIN_LEAD_OF_ONE_RUN_FRACTION,
@@ -50,17 +50,6 @@ def comparison(systems: Systems) -> list[str]:
     return [_score(compared, systems), *losses, *_failures(systems), _rule(systems)]
 
 
-def by_metric(systems: Systems) -> list[str]:
-    """Return a sentence for each figure: which system leads at which load, and by how much."""
-    compared, loads = _compared(systems), _load_words(systems)
-    found = []
-    for metric in TOLD_METRICS:
-        same = [one for one in compared if one.metric is metric]
-        if same:
-            found.append(_of_metric(metric, same, loads))
-    return found
-
-
 def _compared(systems: Systems) -> list[Standing]:
     return [one for one in standings(systems, TOLD_METRICS) if len(one.means) > 1]
 
@@ -83,41 +72,6 @@ def _score(compared: Sequence[Standing], systems: Systems) -> str:
     return (
         f"Best, or not told apart from the best, of {_count(len(compared), 'comparison')} "
         f"({_count(metrics, 'figure')} at {_count(loads, 'load')}): {told}."
-    )
-
-
-def _of_metric(metric: ServingMetric, same: Sequence[Standing], loads: Mapping[str, str]) -> str:
-    parts = [_lead(one, loads[one.load]) for one in same if one.leader is not None]
-    shared = [one for one in same if one.leader is None]
-    everywhere = [one for one in shared if len(one.leaders) == len(one.means)]
-    parts += [_shared_lead(one, loads[one.load]) for one in shared if one not in everywhere]
-    if everywhere:
-        places = _listed(f"{loads[one.load]} ({_range(one)})" for one in everywhere)
-        parts.append(f"none is told apart at {places}")
-    return f"{metric.told[0].upper()}{metric.told[1:]}: {'; '.join(parts)}."
-
-
-def _lead(one: Standing, load: str) -> str:
-    names = list(one.means)
-    told = f"{names[0]} leads at {load} with {_valued(one, names[0])} against {_next(one)}"
-    if len(names) > 2:
-        told += f", the last is {names[-1]} with {_valued(one, names[-1])}"
-    return told
-
-
-def _next(one: Standing) -> str:
-    """Return the second system with its value, and the ratio of the best value to it."""
-    best, second = list(one.means)[:2]
-    return f"{_valued(one, second)} of {second}{_over(one.means[best], one.means[second])}"
-
-
-def _shared_lead(one: Standing, load: str) -> str:
-    behind = [name for name in one.means if name not in one.leaders]
-    to = "down to" if one.metric.is_more_better else "up to"
-    return (
-        f"{_listed(one.leaders)} lead together at {load}, the best with "
-        f"{_valued(one, one.leaders[0])}; behind: {_listed(behind)}, {to} "
-        f"{_valued(one, behind[-1])}"
     )
 
 
@@ -247,14 +201,6 @@ def _over(value: float, other: float) -> str:
         return ""
     ratio = value / other
     return f" ({f'{ratio:.2f}' if 0.1 <= abs(ratio) < 10 else number(ratio, 2)} times that)"
-
-
-def _range(one: Standing) -> str:
-    low, high = sorted((next(iter(one.means.values())), list(one.means.values())[-1]))
-    shown = row([low, high])
-    if shown[0] == shown[1]:
-        return f"{shown[0]} {one.metric.unit}"
-    return f"{shown[0]} to {shown[1]} {one.metric.unit}"
 
 
 def _valued(one: Standing, name: str) -> str:

@@ -28,7 +28,6 @@ class Standing(NamedTuple):
             figure, or that lost more requests than others if it is a latency.
         leaders: The best system, and those that do not differ from it.
         others: Systems that have the figure but are not compared, since they lost more requests.
-        missing: Systems that do not have the figure at this load.
     """
 
     load: str
@@ -36,7 +35,6 @@ class Standing(NamedTuple):
     means: dict[str, float]
     leaders: list[str]
     others: list[str]
-    missing: list[str]
 
     @property
     def leader(self) -> str | None:
@@ -65,8 +63,7 @@ def standings(
                 continue
             others = [name for name in have if metric.is_latency and name in spoilt]
             compared = {name: one for name, one in have.items() if name not in others}
-            missing = [name for name in systems if name not in have]
-            found.append(_standing(load, metric, compared, others, missing))
+            found.append(_standing(load, metric, compared, others))
     return found
 
 
@@ -75,13 +72,12 @@ def _standing(
     metric: ServingMetric,
     values: Mapping[str, Mapping[int, float]],
     others: list[str],
-    missing: list[str],
 ) -> Standing:
     means = {name: sum(one.values()) / len(one) for name, one in values.items()}
     ordered = sorted(means, key=lambda name: means[name], reverse=metric.is_more_better)
     leaders = ordered[:1]
     leaders += [one for one in ordered[1:] if not _is_apart(values[ordered[0]], values[one])]
-    return Standing(load, metric, {n: means[n] for n in ordered}, leaders, others, missing)
+    return Standing(load, metric, {n: means[n] for n in ordered}, leaders, others)
 
 
 def _is_apart(best: Mapping[int, float], other: Mapping[int, float]) -> bool:

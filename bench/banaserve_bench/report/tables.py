@@ -1,9 +1,8 @@
-"""Tables of a report, the best value of each row marked, and their form in HTML and Markdown."""
+"""Tables of a report in Markdown, the best value of each row marked."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 
 from banaserve.base.figure_text import interval_text, number, row, with_half
 from banaserve.base.statistics import mean_interval
@@ -137,27 +136,8 @@ def _is_number(cell: str) -> bool:
     return cell == NO_VALUE or (text[:1].isdigit() and not text.endswith(_LOADS))
 
 
-def as_html(table: Table) -> str:
-    """Return the table as an element; columns of numbers are right-aligned, others left-aligned."""
-    head, *rows = table
-    kinds = ["number" if one else "" for one in number_columns(rows)]
-    lines = [_html_row("th", head, kinds), *(_html_row("td", cells, kinds) for cells in rows)]
-    body = "\n".join(lines[1:])
-    return f"<table><thead>{lines[0]}\n</thead><tbody>\n{body}\n</tbody></table>"
-
-
-def _html_row(tag: str, cells: Sequence[str], kinds: Sequence[str]) -> str:
-    return f"<tr>{''.join(map(_html_cell, [tag] * len(cells), cells, kinds))}</tr>"
-
-
-def _html_cell(tag: str, cell: str, kind: str) -> str:
-    classes = " ".join(filter(None, (kind, "best" if isinstance(cell, Best) else "")))
-    named = f' class="{classes}"' if classes else ""
-    return f"<{tag}{named}>{escape(cell)}</{tag}>"
-
-
 def as_markdown(table: Table) -> str:
-    """Return the table in GitHub's Markdown, aligned as by ``as_html``, the best values bold.
+    """Return the table in GitHub's Markdown, numbers right-aligned and the best values bold.
 
     The columns of the source text are aligned too.
     """
