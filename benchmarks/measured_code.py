@@ -58,7 +58,7 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
         "orchestrator": (*_SIMULATOR, "benchmarks/orchestrator.py"),
         "pacing": (*_PACE, "benchmarks/pacing.py"),
         "pipeline": (*_STORE, "banaserve/engine/connector", "benchmarks/pipeline.py", *_TRACED),
-        "prefix-ttft": (*_REQUESTS, "benchmarks/prefix_ttft.py", *_TRACED),
+        "prefix-ttft": (*_REQUESTS, "benchmarks/prefix_ttft.py"),
         "rebalancing": (*_REQUESTS, *_PACE, "banaserve/orchestrator", "benchmarks/rebalancing.py"),
         "recovery": (*_REQUESTS, "banaserve/serving/liveness", "benchmarks/recovery"),
         "regions": ("route/banaserve_route", *_SIMULATOR),

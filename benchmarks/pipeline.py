@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from math import isnan
 from typing import Any
 
@@ -25,9 +25,8 @@ from banaserve.base import models
 from banaserve.base.arguments import positive
 from banaserve.base.errors import UserError
 from banaserve_bench.statistics import median, paired_ratios
-from benchmarks.drivers.driven_engine import DrivenEngine, driven_engine
 from benchmarks.drivers.layer_pipeline import Prefill, hidden_fraction, pipeline
-from benchmarks.kvstore.memory import store_daemon
+from benchmarks.drivers.traced_engine import TracedEngine, traced_engine
 from benchmarks.measurement import Measurement, Samples, model_of, parser_of
 from benchmarks.random_model import SIZES, random_weights
 
@@ -91,7 +90,9 @@ def _measure(given: argparse.Namespace, name: str) -> tuple[_Prefills, Prefill, 
     draws = random.Random(given.seed)
     with traced_engine(model.path_or_id, "512MiB") as engine, Progress(transient=True) as progress:
         task = progress.add_task("measuring", total=given.runs)
-        warm = [engine.prefill(_tokens(draws, given.blocks, engine)) for _ in range(_WARM_UPS)]
+        warm = [
+            times_of(engine.prefill(_tokens(draws, given.blocks, engine))) for _ in range(_WARM_UPS)
+        ]
         predicted = _prefill(given, engine, warm[-1].compute_s)
         prefix = _tokens(draws, given.cached_blocks, engine)
         engine.prefill(prefix)
@@ -112,19 +113,18 @@ def _one_run(
     break_even_bytes_per_s: float,
     samples: _Prefills,
 ) -> None:
-    samples.full.append(engine.prefill(_tokens(draws, given.blocks, engine)))
+    samples.full.append(times_of(engine.prefill(_tokens(draws, given.blocks, engine))))
     for (way, factor), times in samples.cached.items():
         bandwidth = factor * break_even_bytes_per_s
         rest = _tokens(draws, given.blocks - given.cached_blocks, engine)
-        times.append(
-            engine.prefill(
-                prefix + rest,
-                new_link=way == next(iter(_WAYS)),
-                load_bytes_per_s=bandwidth,
-                save_bytes_per_s=bandwidth,
-                **_WAYS[way],
-            )
+        step = engine.prefill(
+            prefix + rest,
+            new_link=way == next(iter(_WAYS)),
+            load_bytes_per_s=bandwidth,
+            save_bytes_per_s=bandwidth,
+            **_WAYS[way],
         )
+        times.append(times_of(step))
 
 
 def _tokens(draws: random.Random, num_blocks: int, engine: TracedEngine) -> list[int]:
@@ -153,7 +153,6 @@ class PrefillTimes:
         store_wait_s: Time that saves went on after the forward pass.
         compute_s: Time of the forward pass without waiting.
         fetched_blocks: Number of blocks that were fetched.
-        layers: Trace as ``[num_layers][7]``, in seconds from the step's beginning.
     """
 
     step_s: float
@@ -163,7 +162,6 @@ class PrefillTimes:
     store_wait_s: float
     compute_s: float
     fetched_blocks: int
-    layers: list[list[float | None]]
 
     @property
     def transfer_s(self) -> float:
@@ -187,45 +185,6 @@ class _Prefills:
     cached: dict[tuple[str, float], list[PrefillTimes]]
 
 
-@contextlib.contextmanager
-def traced_engine(model_path: str, store_size: str) -> Iterator[TracedEngine]:
-    """Run a store of ``store_size`` and an engine over it; end both afterwards.
-
-    Raises:
-        UserError: One of the two did not start; the message says why.
-    """
-    module = "benchmarks.drivers.traced"
-    with (
-        store_daemon(store_size) as store,
-        driven_engine(module, model_path, str(store.socket_path)) as engine,
-    ):
-        yield TracedEngine(engine)
-
-
-class TracedEngine:
-    """Driver of an engine that answers one prompt at a time.
-
-    Attributes:
-        block_size: Number of tokens in a block.
-        num_layers: Number of layers that have a KV cache.
-        token_layer_bytes: Bytes of K and V of one token in one layer.
-    """
-
-    def __init__(self, engine: DrivenEngine) -> None:
-        self._engine = engine
-        kind = engine.greeting
-        self.block_size = int(kind["block_size"])
-        self.num_layers = int(kind["num_layers"])
-        self.token_layer_bytes = int(kind["page_bytes"]) // self.block_size
-
-    def prefill(self, prompt: Sequence[int], **options: Any) -> PrefillTimes:
-        """Compute ``prompt`` with the connector's options changed to ``options``; return times."""
-        steps = self._engine.tell(prompt=list(prompt), **options)["steps"]
-        if len(steps) != 1:
-            raise UserError(f"a prompt took {len(steps)} steps that moved blocks, not one")
-        return times_of(steps[0])
-
-
 def times_of(step: dict[str, Any]) -> PrefillTimes:
     """Return the times in a step's trace."""
     layers: list[list[float]] = step["layers"]
@@ -243,7 +202,6 @@ def times_of(step: dict[str, Any]) -> PrefillTimes:
         store_wait_s=step["ended_s"] - step["computed_s"],
         compute_s=step["computed_s"] - began_s - fetch_wait_s,
         fetched_blocks=step["fetched_blocks"],
-        layers=[[None if isnan(at) else at - began_s for at in layer] for layer in layers],
     )
 
 
@@ -293,7 +251,7 @@ def _raw(samples: _Prefills, predicted: Prefill, set_by: float) -> dict[str, Any
             str(factor): _predicted_hidden(predicted, factor * set_by) for factor in _FACTORS
         },
         "samples": [
-            {"arrangement": a, "factor": f, **_without_layers(times)}
+            {"arrangement": a, "factor": f, **asdict(times)}
             for (a, f), runs in samples.cached.items()
             for times in runs
         ],
@@ -349,11 +307,3 @@ def measured_break_even(waits: Sequence[tuple[float, float]]) -> float:
     bandwidths, seconds = np.asarray(waits, dtype=np.float64).T
     slope, intercept = np.polyfit(1 / bandwidths, seconds, 1)
     return float(slope / -intercept)
-
-
-def _without_layers(times: PrefillTimes) -> dict[str, float]:
-    names = (
-        *("step_s", "fetch_s", "store_s", "fetch_wait_s", "store_wait_s", "compute_s"),
-        "fetched_blocks",
-    )
-    return {name: getattr(times, name) for name in names}

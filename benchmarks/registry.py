@@ -54,7 +54,7 @@ BENCHMARKS = {
     ),
     "network": Benchmark(
         "benchmarks.network.command",
-        "What share of a link between two hosts do KV blocks reach, beside Mooncake Store?",
+        "What share of a link between two hosts do KV blocks reach?",
     ),
     "orchestrator": Benchmark(
         "benchmarks.orchestrator", "How long does a decision take, how fast is the simulator?"

@@ -3,8 +3,7 @@
 ``python -m benchmarks network``. The hosts are network namespaces of this machine, joined by links
 of a set rate (``tc tbf``): it needs root. Each run fetches the blocks of another prompt by each way
 in turn; ``network_fraction`` is the share of the link that the store's bytes reach, from the first
-question to the last block. ``mooncake`` and ``tcp`` are the same for Mooncake Store and for one
-plain connection.
+question to the last block. ``tcp`` is the same for one plain connection.
 
 ``hidden_fraction`` is that of a hand-over: the fraction by which the other host waits less for a
 prompt's blocks after the prefill if they are pushed layer by layer during the prefill, instead of
@@ -27,15 +26,13 @@ from rich.progress import Progress
 
 from banaserve.base.arguments import positive
 from banaserve.base.errors import UserError
-from benchmarks.kvstore.peers import missing_mooncake
 from benchmarks.measurement import Measurement, parser_of
 from benchmarks.network import hosts
 from benchmarks.network.hosts import Network
-from benchmarks.network.ways import MooncakeWay, StoreWay, StreamWay, Way
+from benchmarks.network.ways import StoreWay, StreamWay
 
 GBIT = 1e9
 _RATES = (1.0, 10.0)
-_OURS, _OTHER, _BOUND = "network", "mooncake", "tcp"
 _PREFILLS = {"below": 0.5, "above": 1.5}
 """Durations of the prefill, as multiples of the time that the link needs for the blocks."""
 
@@ -78,14 +75,8 @@ def _measure(
         stack.callback(network.close)
         for host in network.hosts:
             network.limit(host, gbits * GBIT)
-        block = (given.block_bytes, given.blocks)
-        store = StoreWay(network.hosts, stack, folder, *block)
-        ways: dict[str, Way] = {
-            _OURS: store,
-            _BOUND: StreamWay(network.hosts, num_bytes),
-        }
-        if missing_mooncake() is None:
-            ways[_OTHER] = MooncakeWay(network.hosts, stack, folder, *block, given.runs + 1)
+        store = StoreWay(network.hosts, stack, folder, given.block_bytes, given.blocks)
+        ways = {"network": store, "tcp": StreamWay(network.hosts, num_bytes)}
         for way in ways.values():
             way.fetch_s(0)  # warm-up: first use of pages, opening of links
         progress.advance(task)
@@ -93,9 +84,6 @@ def _measure(
             for name, way in ways.items():
                 share = num_bytes * 8 / way.fetch_s(run) / (gbits * GBIT)
                 samples[f"{name}_fraction_{gbits:g}gbit"].append(share)
-            if _OTHER in ways:
-                ours, other = (samples[f"{n}_fraction_{gbits:g}gbit"][-1] for n in (_OURS, _OTHER))
-                samples[f"over_mooncake_{gbits:g}gbit"].append(ours / other)
             _hand_over(store, run, num_bytes * 8 / (gbits * GBIT), f"{gbits:g}gbit", samples)
             progress.advance(task)
 
@@ -114,18 +102,13 @@ def _hand_over(
 
 
 def _unit(name: str) -> str:
-    if "_s_" in name:
-        return "s"
-    return "ratio" if name.startswith("over") else "fraction"
+    return "s" if "_s_" in name else "fraction"
 
 
 def _notes(given: argparse.Namespace) -> list[str]:
-    notes = [
+    return [
         f"{given.blocks} blocks of {given.block_bytes >> 10} KiB, {16 * given.blocks} tokens; a "
         "fraction is of the link's rate, Ethernet's and TCP's heads counted against all alike",
         "links are shaped in bandwidth alone: their latency is that of this machine",
         "both hosts, with all of their processes, share this machine's cores",
     ]
-    if why := missing_mooncake():
-        notes.append(f"without Mooncake: {why}")
-    return notes

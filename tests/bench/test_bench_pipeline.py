@@ -49,7 +49,6 @@ def test_a_pipelined_step() -> None:
     assert times.step_s == pytest.approx(4.5)
     assert times.compute_s == pytest.approx(3.5)
     assert (times.transfer_s, times.visible_s) == pytest.approx((1.6, 1.0))
-    assert times.layers[1][2] == pytest.approx(2.0)
     assert times.fetched_blocks == 4
 
 
@@ -61,7 +60,6 @@ def test_a_serial_step_waits_before_the_forward_pass() -> None:
     times = times_of(trace(layers, forward_s=101.1))
     assert times.fetch_wait_s == pytest.approx(1.0)
     assert times.store_s == 0.0
-    assert times.layers[0][5] is None
 
 
 def test_a_step_that_fetches_nothing_waits_for_nothing() -> None:

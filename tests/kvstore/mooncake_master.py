@@ -1,4 +1,4 @@
-"""Master of Mooncake Store that a benchmark or a test starts for itself."""
+"""Master of Mooncake Store that a test starts for itself."""
 
 from __future__ import annotations
 
