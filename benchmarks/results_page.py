@@ -20,9 +20,8 @@ from typing import NamedTuple
 from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
 from banaserve.base.figure_text import row
-from banaserve_bench.report import drawing, tables
-from banaserve_bench.report.report import result_files, write_report
-from banaserve_bench.report.section import section_of
+from banaserve_bench.report import plots, tables
+from banaserve_bench.report.report import result_files, section_of, write_report
 from banaserve_bench.results import result
 from banaserve_bench.results.result import Figure, Result
 from banaserve_bench.statistics import spread_fraction
@@ -85,7 +84,7 @@ def build(out: Path) -> Path:
     Raises:
         UserError: matplotlib is missing, there is no result, or a file is not one.
     """
-    if not drawing.is_possible():
+    if not plots.is_possible():
         raise UserError("the package matplotlib is missing: pip install matplotlib")
     for path in result_files(RESULTS):
         copy = out / "results" / path.relative_to(RESULTS)
@@ -259,8 +258,7 @@ def _figures(path: Path, record: Result) -> str:
         return f"{len(record.figures)} figures, in tables of their own: [{own}](results/{own})."
     if "systems" in record.raw:
         section = section_of(record)
-        parts = ["\n".join(f"- {sentence}" for sentence in section.answer)]
-        parts += [tables.as_markdown(section.table), section.table_note]
+        parts = [tables.as_markdown(section.table), section.table_note]
         if path.parent != Path():
             report = path.with_name(COMPARED_NAME)
             parts.append(f"With plots and latencies: [{report}](results/{report}).")

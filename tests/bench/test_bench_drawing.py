@@ -7,8 +7,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from banaserve_bench.report.drawing import DARK, LIGHT, style, svg
-from banaserve_bench.report.plots import Plot, PlotGrid, Series
+from banaserve_bench.report.plots import DARK, LIGHT, Plot, PlotGrid, Series, style, svg
 from contrasts import contrast
 
 SPACE = "{http://www.w3.org/2000/svg}"

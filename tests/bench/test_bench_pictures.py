@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from banaserve.base.errors import UserError
-from banaserve_bench.report.drawing import style
+from banaserve_bench.report.plots import style
 from banaserve_bench.results import result
 from benchmarks import pictures
 from benchmarks.pictures import FIGURES, CellPair, cells_of, headline, sentences

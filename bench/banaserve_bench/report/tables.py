@@ -6,13 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from banaserve.base.figure_text import interval_text, number, row, with_half
 from banaserve.base.statistics import mean_interval
-from banaserve_bench.report.serving_metrics import (
+from banaserve_bench.report.standings import (
+    MIN_LEAD_FRACTION,
+    MIN_LEAD_OF_ONE_RUN_FRACTION,
     SERVING_METRICS,
     ServingMetric,
+    Standing,
     load_words,
     loads_of,
+    standings,
 )
-from banaserve_bench.report.standings import Standing, standings
 from banaserve_bench.results.result import Figure
 from banaserve_bench.serving.summary import Summary
 from banaserve_bench.units import NO_VALUE, scaled
@@ -22,8 +25,10 @@ LIKE_THE_BEST = "≈"
 _LOADS = ("requests/s", "at once")
 """Endings of a load in words, which begins with a digit but is not a number."""
 MARKS = (
-    f"Bold: the best of its row; {LIKE_THE_BEST}: not told apart from it; in brackets: not "
-    "compared, since the system lost more requests than others."
+    f"Bold: the best of its row; {LIKE_THE_BEST}: not told apart from it, since the 95% interval "
+    "of the differences, request set by request set, contains zero or they are below "
+    f"{MIN_LEAD_FRACTION:.0%} ({MIN_LEAD_OF_ONE_RUN_FRACTION:.0%} after one run, which has no "
+    "spread); in brackets: not compared, since the system lost more requests than others."
 )
 
 
