@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -93,3 +94,8 @@ def administered_server(model: str, *options: str) -> Iterator[tuple[Server, Adm
 def model_of(name: str) -> models.ResolvedModel:
     """Return the model of this name, and print what is done to get it."""
     return models.resolve(name, None, lambda line: print(line, flush=True))
+
+
+def random_tokens(draws: random.Random, count: int) -> list[int]:
+    """Return token ids of ordinary words of the packaged model; other models have them too."""
+    return draws.choices(range(100, 40_000), k=count)

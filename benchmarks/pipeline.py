@@ -27,7 +27,7 @@ from banaserve.base.errors import UserError
 from banaserve_bench.statistics import median, paired_ratios
 from benchmarks.drivers.layer_pipeline import Prefill, hidden_fraction, pipeline
 from benchmarks.drivers.traced_engine import TracedEngine, traced_engine
-from benchmarks.measurement import Measurement, Samples, model_of, parser_of
+from benchmarks.measurement import Measurement, Samples, model_of, parser_of, random_tokens
 from benchmarks.random_model import SIZES, random_weights
 
 _FACTORS = (0.2, 0.4, 0.6, 0.8, 1.25, 2.0, 4.0)
@@ -40,7 +40,6 @@ _WAYS: dict[str, dict[str, Any]] = {
 }
 """Options of the driven engine; the first way lets the gate learn the speed of the link."""
 _WARM_UPS = 2
-_FIRST_TOKEN, _LAST_TOKEN = 100, 40_000
 _LOAD, _LOADED, _WAIT, _WAITED, _ATTENDED, _SAVE, _SAVED = range(7)
 _NOTES = [
     "Nx: the copies are held back to N times the predicted break-even, in both directions",
@@ -128,7 +127,7 @@ def _one_run(
 
 
 def _tokens(draws: random.Random, num_blocks: int, engine: TracedEngine) -> list[int]:
-    return draws.choices(range(_FIRST_TOKEN, _LAST_TOKEN), k=num_blocks * engine.block_size)
+    return random_tokens(draws, num_blocks * engine.block_size)
 
 
 def _prefill(given: argparse.Namespace, engine: TracedEngine, full_compute_s: float) -> Prefill:

@@ -27,12 +27,11 @@ from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve_bench.loadgen.servers import SHARES_GPU, Server, banaserve_server
 from banaserve_bench.results import result
 from banaserve_bench.statistics import paired_ratios
-from benchmarks.measurement import Measurement, Samples, model_of, parser_of
+from benchmarks.measurement import Measurement, Samples, model_of, parser_of, random_tokens
 from benchmarks.pipeline import model_name
 from benchmarks.random_model import SIZES
 
 _BLOCK_TOKENS = 128
-_FIRST_TOKEN, _LAST_TOKEN = 100, 40_000
 _WARM_UP_TOKENS = 400
 _FLUSH_TIMEOUT_S = 60.0
 _SAME = ("--colocated", "1", "--dtype", "float32", "--no-enable-prefix-caching")
@@ -87,7 +86,7 @@ async def _measure(
     draws = random.Random(given.seed)
     prefixes = [
         {
-            percent: _tokens(draws, whole_blocks(given.prompt_tokens, percent))
+            percent: random_tokens(draws, whole_blocks(given.prompt_tokens, percent))
             for percent in (50, 90)
         }
         for _ in range(given.runs)
@@ -125,10 +124,6 @@ def _stored(model: str, folder: Path) -> Iterator[Server]:
 def whole_blocks(num_tokens: int, percent: int) -> int:
     """Return the tokens of the whole blocks nearest to ``percent`` of a prompt, the kept ones."""
     return round(num_tokens * percent / 100 / _BLOCK_TOKENS) * _BLOCK_TOKENS
-
-
-def _tokens(draws: random.Random, count: int) -> list[int]:
-    return draws.choices(range(_FIRST_TOKEN, _LAST_TOKEN), k=count)
 
 
 async def _write(server: Server, model: str, prefixes: list[list[int]]) -> None:
@@ -170,7 +165,7 @@ class _Bench:
     async def warm_up(self) -> None:
         """Serve first requests, which take longer; the store's second one reads from memory."""
         for server in (self._plain, self._stored, self._stored):
-            prompt = _tokens(random.Random(-1), _WARM_UP_TOKENS)
+            prompt = random_tokens(random.Random(-1), _WARM_UP_TOKENS)
             await _ttft_s(server, self._model, prompt)
 
     async def one_run(self, prefixes: dict[int, list[int]], recompute_first: bool) -> None:
@@ -183,7 +178,7 @@ class _Bench:
             await self._sample(_RECOMPUTE, self._plain, [])
 
     async def _sample(self, name: str, server: Server, prefix: list[int]) -> None:
-        prompt = prefix + _tokens(self._draws, self._prompt_tokens - len(prefix))
+        prompt = prefix + random_tokens(self._draws, self._prompt_tokens - len(prefix))
         self.ttft_s[name].append(await _ttft_s(server, self._model, prompt))
 
 

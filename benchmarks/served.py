@@ -11,12 +11,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from rich.progress import Progress
 
@@ -45,10 +42,9 @@ from banaserve_bench.loadgen.servers import (
 from banaserve_bench.results import result
 from banaserve_bench.statistics import median
 from benchmarks.measurement import Measurement, Samples, model_of, parser_of
-from benchmarks.random_model import SIZES, make_model
+from benchmarks.random_model import SIZES, random_weights
 
 _NAME = "m"
-_MOVE_AFTER_TOKENS = 8
 
 
 @dataclass
@@ -216,12 +212,10 @@ def _model(options: argparse.Namespace) -> Iterator[tuple[str, Shape]]:
     """Yield a folder with the model, and its shape; random weights are removed afterwards."""
     from transformers import AutoConfig
 
-    scratch = tempfile.mkdtemp(prefix="random-model-") if not options.model else ""
-    try:
-        if options.model:
-            path = model_of(options.model).path_or_id
-        else:
-            path = make_model(options.size, Path(scratch), options.dtype)
+    weights: AbstractContextManager[str] = random_weights(options.size, options.dtype)
+    if options.model:
+        weights = nullcontext(model_of(options.model).path_or_id)
+    with weights as path:
         config = AutoConfig.from_pretrained(path)
         experts = ("num_experts", "num_local_experts", "n_routed_experts")
         yield (
@@ -233,9 +227,6 @@ def _model(options: argparse.Namespace) -> Iterator[tuple[str, Shape]]:
                 config.vocab_size,
             ),
         )
-    finally:
-        if scratch:
-            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _prompts(options: argparse.Namespace, shape: Shape, count: int, seed: int) -> list[list[int]]:
@@ -248,16 +239,12 @@ def _prompts(options: argparse.Namespace, shape: Shape, count: int, seed: int) -
 
 def _calls(options: argparse.Namespace, shape: Shape) -> list[CompletionCall]:
     prompts = _prompts(options, shape, options.prompts, 1)
-    return [
-        CompletionCall.exact(str(n), one, options.output_tokens) for n, one in enumerate(prompts)
-    ]
+    return _exact(prompts, options.output_tokens)
 
 
 def _streams(options: argparse.Namespace, shape: Shape) -> list[CompletionCall]:
     prompts = _prompts(options, shape, 3, 2)
-    return [
-        CompletionCall.exact(str(n), one, options.stream_tokens) for n, one in enumerate(prompts)
-    ]
+    return _exact(prompts, options.stream_tokens)
 
 
 def _exact(prompts: Sequence[list[int]], num_tokens: int) -> list[CompletionCall]:

@@ -24,14 +24,13 @@ from banaserve.serving.tracing.spans import SpanName
 from banaserve_bench.loadgen.servers import banaserve_server
 from banaserve_bench.statistics import median
 from benchmarks.drivers.otlp_receiver import OtlpReceiver, ReceivedSpan
-from benchmarks.measurement import Measurement, Samples, model_of, parser_of
+from benchmarks.measurement import Measurement, Samples, model_of, parser_of, random_tokens
 
 _OF_REQUEST = (
     *(SpanName.RECEIVE, SpanName.PREPARE, SpanName.ROUTE, SpanName.WAIT, SpanName.QUEUE),
     *(SpanName.PREFILL, SpanName.HAND_OVER, SpanName.DECODE, SpanName.RESPOND),
 )
 _SERVE = ("--pd", "1:1", "--dtype", "float32", "--kv-cache-memory-bytes", str(512 << 20))
-_FIRST_TOKEN, _LAST_TOKEN = 100, 40_000
 _SERVER_KIND = 2
 _WARM_UP = 4
 _WITHIN = 0.02
@@ -145,9 +144,7 @@ async def _ask(
 ) -> tuple[str, float]:
     """Stream one request; return the id of its trace and its latency in seconds."""
     trace_id = f"{draws.getrandbits(128) | 1:032x}"
-    prompt = [
-        draws.randint(_FIRST_TOKEN, _LAST_TOKEN) for _ in range(draws.randint(*given.prompt_tokens))
-    ]
+    prompt = random_tokens(draws, draws.randint(*given.prompt_tokens))
     body = {
         "model": model,
         "prompt": prompt,

@@ -22,7 +22,7 @@ from banaserve.base.errors import UserError
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve_bench.loadgen.loops import closed_loop
 from banaserve_bench.results.result import Result
-from benchmarks.measurement import Measurement, model_of, parser_of
+from benchmarks.measurement import Measurement, model_of, parser_of, random_tokens
 from benchmarks.recovery.figures import (
     ENOUGH_FOR_P99,
     KilledPair,
@@ -34,7 +34,6 @@ from benchmarks.recovery.kills import Killed, KilledServer, KillPlan, killed_ser
 
 _BLOCK_TOKENS = 128
 _CONTEXT_TOKENS = 8192
-_FIRST_TOKEN, _LAST_TOKEN = 100, 40_000
 _TAIL_TOKENS = 24
 """Number of tokens that a stream has still to decode when its instance is killed."""
 _SAME = (
@@ -140,7 +139,7 @@ async def _measure(
 
 
 def _prompts(draws: random.Random, count: int, num_tokens: int) -> list[list[int]]:
-    return [draws.choices(range(_FIRST_TOKEN, _LAST_TOKEN), k=num_tokens) for _ in range(count)]
+    return [random_tokens(draws, num_tokens) for _ in range(count)]
 
 
 def _plan(draws: random.Random, name: str, context: int, options: argparse.Namespace) -> KillPlan:
