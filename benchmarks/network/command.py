@@ -76,7 +76,10 @@ def _measure(
         for host in network.hosts:
             network.limit(host, gbits * GBIT)
         store = StoreWay(network.hosts, stack, folder, given.block_bytes, given.blocks)
-        ways = {"network": store, "tcp": StreamWay(network.hosts, num_bytes)}
+        ways: dict[str, StoreWay | StreamWay] = {
+            "network": store,
+            "tcp": StreamWay(network.hosts, num_bytes),
+        }
         for way in ways.values():
             way.fetch_s(0)  # warm-up: first use of pages, opening of links
         progress.advance(task)

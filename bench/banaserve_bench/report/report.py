@@ -19,6 +19,7 @@ from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
 from banaserve_bench.report import plots, tables
 from banaserve_bench.report.compare_tables import extra_tables
+from banaserve_bench.report.plots import PlotGrid
 from banaserve_bench.report.tables import Table
 from banaserve_bench.results import result
 from banaserve_bench.results.result import Result
@@ -145,7 +146,7 @@ class Section:
     warnings: list[str]
     facts: list[str]
     table: Table
-    plots: list[plots.PlotGrid]
+    plots: list[PlotGrid]
     notes: list[str]
     table_note: str = ""
     more: list[tuple[str, Table]] = field(default_factory=list)
