@@ -17,6 +17,7 @@ from banaserve.base.errors import UserError
 from banaserve_bench.loadgen.servers import end_with_parent, free_port
 from banaserve_mooncake.config import check_installed
 from banaserve_mooncake.tier import MooncakeTier
+from waiting import eventually
 
 _START_TIMEOUT_S = 30.0
 
@@ -35,11 +36,7 @@ class Peer:
         return self._process.pid
 
     def start(self) -> None:
-        """Start the process and return when it accepts connections.
-
-        Raises:
-            UserError: The process ended, or accepted no connection in time.
-        """
+        """Start the process and return when it accepts connections."""
         self._process = subprocess.Popen(
             self._command,
             stdin=subprocess.DEVNULL,
@@ -48,14 +45,14 @@ class Peer:
             start_new_session=True,
             preexec_fn=end_with_parent,
         )
-        until_s = time.monotonic() + _START_TIMEOUT_S
-        while time.monotonic() < until_s and self._process.poll() is None:
-            with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", self.port)).close()
-                return
-            time.sleep(0.02)
-        self.kill()
-        raise UserError(f"{Path(self._command[0]).name} did not start")
+        eventually(lambda: self._process.poll() is not None or self._accepts(), self._command[0])
+        assert self._process.poll() is None, f"{self._command[0]} ended"
+
+    def _accepts(self) -> bool:
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", self.port)).close()
+            return True
+        return False
 
     def pause(self) -> None:
         """Stop the process with its connections open; return when it has stopped."""
