@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -204,7 +204,7 @@ async def _run(
         async with OpenAiClient(server.url, name, timeout_s=_TIMEOUT_S, read_late=True) as client:
             began_s = time.monotonic()
             psutil.cpu_percent()
-            with _told(server, len(asked)) if log is not None else _untold():
+            with _told(server, len(asked)) if log is not None else nullcontext():
                 sending = asyncio.create_task(send(client, asked, dilation))
                 if is_shown:
                     await asyncio.to_thread(_move, server, key)
@@ -247,11 +247,6 @@ def _told(server: Server, num_requests: int) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-
-
-@contextmanager
-def _untold() -> Iterator[None]:
-    yield
 
 
 def _move(server: Server, key: str) -> None:

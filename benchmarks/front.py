@@ -14,22 +14,19 @@ import argparse
 import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from rich.console import Console
 from rich.progress import Progress
 
-from banaserve.base.arguments import Parser
-from banaserve.base.errors import UserError
+from banaserve.base.arguments import positive
 from banaserve.base.models import miniature
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve_bench.loadgen.loops import closed_loop
-from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sigterm, vllm_server
-from banaserve_bench.results import result
+from banaserve_bench.loadgen.servers import Server, banaserve_server, vllm_server
+from banaserve_bench.results.result import Result
 from banaserve_bench.statistics import paired_ratios, percentile
+from benchmarks.measurement import Measurement, Samples, parser_of
 
 _NAME = "miniature"
 _CONTEXT_TOKENS = 1024
@@ -64,9 +61,8 @@ class FrontSample(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and write the result; return the exit code."""
-    parser = Parser(prog="python -m benchmarks front", description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the result there, after each run")
-    parser.add_argument("--runs", type=int, default=5)
+    parser = parser_of("front", __doc__)
+    parser.add_argument("--runs", type=positive, default=5)
     parser.add_argument(
         "--streams",
         type=lambda text: tuple(map(int, text.split(","))),
@@ -76,24 +72,21 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--system", choices=(*_SYSTEMS, "all"), default="all")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     given = parser.parse_args(list(argv))
-    end_on_sigterm()
-    if given.runs < 1:
-        raise UserError("--runs: give 1 or more")
-    record = asyncio.run(_measure(given, datetime.now(UTC)))
-    Console().print(result.table(record))
+    measurement = Measurement("front", given)
+    measurement.deliver(asyncio.run(_measure(given, measurement)))
     return 0
 
 
-Samples = dict[tuple[str, int, int], list[FrontSample]]
+FrontSamples = dict[tuple[str, int, int], list[FrontSample]]
 """Samples by system, streams and output tokens, one for each run."""
 
 
-async def _measure(given: argparse.Namespace, started_at: datetime) -> result.Result:
+async def _measure(given: argparse.Namespace, measurement: Measurement) -> Result:
     tiny = miniature.Miniature(1, 2, 2, _CONTEXT_TOKENS)
-    model = miniature.resolve(tiny, _NAME, None, lambda line: print(line, flush=True))
+    model = miniature.resolve(tiny, _NAME, None, print)
     systems = [given.system] if given.system != "all" else list(_SYSTEMS)
-    samples: Samples = {}
-    record: result.Result
+    samples: FrontSamples = {}
+    record: Result
     with contextlib.ExitStack() as stack, Progress(transient=True) as progress:
         task = progress.add_task("starting servers", total=None)
         plain = vllm_server(model.path_or_id, _NAME, *_SAME, *_KV, "--enforce-eager")
@@ -115,9 +108,8 @@ async def _measure(given: argparse.Namespace, started_at: datetime) -> result.Re
                         )
                         samples.setdefault((name, streams, tokens), []).append(sample)
             memory = {name: servers[name].front_memory_bytes() for name in servers}
-            record = _result(given, run, started_at, samples, memory)
-            if given.json is not None:
-                result.write(record, given.json)
+            record = measurement.result(_figures(given, run, samples, memory), _notes(given))
+            measurement.keep(record)
     return record
 
 
@@ -130,11 +122,10 @@ async def _pass(
     """Send requests with ``streams`` under way at once, at least ``_MIN_REQUESTS`` in all."""
     count = max(streams, _MIN_REQUESTS)
     calls = [
-        CompletionCall(
-            f"{number}",
-            prompt=_prompt(prompt_tokens, (run, streams, output_tokens, number)),
-            max_tokens=output_tokens,
-            extra={"ignore_eos": True},
+        CompletionCall.exact(
+            str(number),
+            _prompt(prompt_tokens, (run, streams, output_tokens, number)),
+            output_tokens,
         )
         for number in range(count)
     ]
@@ -173,18 +164,14 @@ def costs_us(samples: Sequence[FrontSample]) -> tuple[float, float]:
     return float(request_us), float(chunk_us)
 
 
-def _result(
-    given: argparse.Namespace,
-    runs: int,
-    started_at: datetime,
-    samples: Samples,
-    memory: Mapping[str, int],
-) -> result.Result:
-    figures: dict[str, result.Figure] = {}
+def _figures(
+    given: argparse.Namespace, runs: int, samples: FrontSamples, memory: Mapping[str, int]
+) -> Samples:
+    figures: Samples = {}
     for name in memory:
         for streams in given.streams:
             figures |= _of_load(samples, name, streams, runs)
-        figures[f"{name}_memory"] = result.figure([memory[name]], "bytes")
+        figures[f"{name}_memory"] = [float(memory[name])], "bytes"
     for name in memory:
         if name == _VLLM:
             continue
@@ -192,36 +179,29 @@ def _result(
             ratio for streams in given.streams for ratio in _ratios(samples, name, streams, runs)
         ]
         suffix = "" if name == "colocated" else f"_{name}"
-        figures[f"front_cpu_ratio{suffix}"] = result.figure(everywhere, "ratio")
+        figures[f"front_cpu_ratio{suffix}"] = everywhere, "ratio"
         for streams in given.streams:
             ratios = _ratios(samples, name, streams, runs)
-            figures[f"front_cpu_ratio{suffix}_{streams}"] = result.figure(ratios, "ratio")
+            figures[f"front_cpu_ratio{suffix}_{streams}"] = ratios, "ratio"
             figures |= _added(samples, name, streams, runs)
-    return result.result(
-        "front",
-        seed=0,
-        options={
-            "runs": runs,
-            "streams": list(given.streams),
-            "prompt_tokens": given.prompt_tokens,
-        },
-        started_at=started_at,
-        figures=figures,
-        notes=[
-            "front_cpu_ratio: CPU of banaserve's front door over four colocated instances over "
-            "that of vLLM's API server over one engine, pass by pass, same requests; _pd: 2:2; "
-            "_one: one colocated instance",
-            "CPU of the one process that answers HTTP; engines and store are not in it",
-            f"requests of {given.prompt_tokens} prompt tokens, {_SHORT} and {_LONG} output tokens",
-            "request_cpu and chunk_cpu: least squares over both kinds of pass in a run",
-            "added: percentile at banaserve less that at vLLM, of the requests of one run; "
-            "negative where four engines are faster than one",
-            "miniature of one layer, float32, one OMP thread an engine; memory: PSS of the process",
-        ],
-    )
+    return figures
 
 
-def _of_load(samples: Samples, name: str, streams: int, runs: int) -> dict[str, result.Figure]:
+def _notes(given: argparse.Namespace) -> list[str]:
+    return [
+        "front_cpu_ratio: CPU of banaserve's front door over four colocated instances over "
+        "that of vLLM's API server over one engine, pass by pass, same requests; _pd: 2:2; "
+        "_one: one colocated instance",
+        "CPU of the one process that answers HTTP; engines and store are not in it",
+        f"requests of {given.prompt_tokens} prompt tokens, {_SHORT} and {_LONG} output tokens",
+        "request_cpu and chunk_cpu: least squares over both kinds of pass in a run",
+        "added: percentile at banaserve less that at vLLM, of the requests of one run; "
+        "negative where four engines are faster than one",
+        "miniature of one layer, float32, one OMP thread an engine; memory: PSS of the process",
+    ]
+
+
+def _of_load(samples: FrontSamples, name: str, streams: int, runs: int) -> Samples:
     pairs = [
         [samples[name, streams, tokens][run] for tokens in (_SHORT, _LONG)] for run in range(runs)
     ]
@@ -229,13 +209,13 @@ def _of_load(samples: Samples, name: str, streams: int, runs: int) -> dict[str, 
     stem = f"{name}_{streams}"
     chunks = [sum(one.chunks for one in pair) / sum(one.tokens for one in pair) for pair in pairs]
     return {
-        f"{stem}_request_cpu": result.figure([cost[0] for cost in costs], "us"),
-        f"{stem}_chunk_cpu": result.figure([cost[1] for cost in costs], "us"),
-        f"{stem}_chunks_a_token": result.figure(chunks, "ratio"),
+        f"{stem}_request_cpu": ([cost[0] for cost in costs], "us"),
+        f"{stem}_chunk_cpu": ([cost[1] for cost in costs], "us"),
+        f"{stem}_chunks_a_token": (chunks, "ratio"),
     }
 
 
-def _ratios(samples: Samples, name: str, streams: int, runs: int) -> list[float]:
+def _ratios(samples: FrontSamples, name: str, streams: int, runs: int) -> list[float]:
     """Return front CPU over vLLM's for the same requests, both kinds of pass of a run together."""
 
     def spent_s(system: str, run: int) -> float:
@@ -245,8 +225,8 @@ def _ratios(samples: Samples, name: str, streams: int, runs: int) -> list[float]
     return paired_ratios(ours, [spent_s(_VLLM, run) for run in range(runs)])
 
 
-def _added(samples: Samples, name: str, streams: int, runs: int) -> dict[str, result.Figure]:
-    found = {}
+def _added(samples: FrontSamples, name: str, streams: int, runs: int) -> Samples:
+    found: Samples = {}
     for percent in (50, 99):
         for what in ("ttft", "gap"):
             added = [
@@ -254,7 +234,7 @@ def _added(samples: Samples, name: str, streams: int, runs: int) -> dict[str, re
                 - _latency(samples[_VLLM, streams, _LONG][run], what, percent)
                 for run in range(runs)
             ]
-            found[f"{name}_{streams}_added_{what}_p{percent}"] = result.figure(added, "s")
+            found[f"{name}_{streams}_added_{what}_p{percent}"] = (added, "s")
     return found
 
 

@@ -12,40 +12,22 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
 from rich.progress import Progress
 
 from banaserve.base import models
-from banaserve.base.arguments import Parser, positive
+from banaserve.base.arguments import positive
 from banaserve_bench.datasets import prompts as datasets_prompts
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve_bench.loadgen.loops import closed_loop
-from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sigterm, vllm_server
-from banaserve_bench.results import result
+from banaserve_bench.loadgen.servers import Server, banaserve_server, vllm_server
 from banaserve_bench.statistics import median, paired_ratios
+from benchmarks.measurement import Measurement, Samples, model_of, parser_of
 
 _SAME = ("--dtype", "float32", "--kv-cache-memory-bytes", str(1 << 30))
 """Options of both servers; float32, so that their answers can be compared token by token."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Options of the measurement."""
-
-    model: str
-    runs: int
-    requests: int
-    concurrency: int
-    output_tokens: int
-    min_tokens: int
-    max_tokens: int
-    seed: int
-    kind: str
-    data: Path | None
-    gather_decode: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +68,8 @@ class _Spent(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and write the result; return the exit code."""
-    given = _parse(argv)
-    end_on_sigterm()
-    options = Options(**{name: getattr(given, name) for name in Options.__slots__})
-    started_at = datetime.now(UTC)
-    record = asyncio.run(_measure(options, started_at))
-    result.deliver(record, given.json)
-    return 0
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(prog="python -m benchmarks handover", description=__doc__)
+    parser = parser_of("handover", __doc__)
     add = parser.add_argument
-    add("--json", type=Path, help="write the result there")
     add("--model", default=models.PACKAGED)
     add("--runs", type=positive, default=5)
     add("--requests", type=positive, default=12, help="a run")
@@ -107,14 +78,22 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--min-tokens", type=int, default=200)
     add("--max-tokens", type=int, default=1200)
     add("--seed", type=int, default=0)
-    add("--kind", default="synthetic", help="alpaca, longbench, file or synthetic prompts")
+    add("--kind", default="synthetic", help="alpaca, longbench or synthetic prompts")
     add("--data", type=Path, help="where the prompts lie, except synthetic ones")
     add("--gather-decode", type=float, default=0.0, metavar="S", help="as serve's")
-    return parser.parse_args(list(argv))
+    given = parser.parse_args(list(argv))
+    measurement = Measurement("handover", given)
+    runs, counts = asyncio.run(_measure(given))
+    record = measurement.result(_samples(runs, counts), _NOTES, raw={"counts": counts})
+    measurement.deliver(record)
+    return 0
 
 
-async def _measure(options: Options, started_at: datetime) -> result.Result:
-    model = models.resolve(options.model, None, lambda line: print(line, flush=True))
+async def _measure(
+    options: argparse.Namespace,
+) -> tuple[list[tuple[HandoverRun, HandoverRun]], dict[str, float]]:
+    """Return the runs, on vLLM's server and on ours, and how the counts of ours grew."""
+    model = model_of(options.model)
     prompts = _prompts(options, model.path_or_id)
     with contextlib.ExitStack() as stack, Progress(transient=True) as progress:
         task = progress.add_task("starting two servers", total=1 + 2 * options.runs)
@@ -137,10 +116,10 @@ async def _measure(options: Options, started_at: datetime) -> result.Result:
                 progress.advance(task)
             runs.append((pair[0], pair[1]) if number % 2 else (pair[1], pair[0]))
         after = _counts(apart)
-    return _result(options, started_at, runs, {name: after[name] - before[name] for name in after})
+    return runs, {name: after[name] - before[name] for name in after}
 
 
-def _prompts(options: Options, model_path: str) -> list[list[str]]:
+def _prompts(options: argparse.Namespace, model_path: str) -> list[list[str]]:
     """Return prompts for the runs and, last, for the warm-up."""
     from transformers import AutoTokenizer
 
@@ -158,16 +137,12 @@ def _prompts(options: Options, model_path: str) -> list[list[str]]:
     return [texts[i :: options.runs + 1] for i in range(options.runs + 1)]
 
 
-async def _run(server: Server, model: str, prompts: list[str], options: Options) -> HandoverRun:
+async def _run(
+    server: Server, model: str, prompts: list[str], options: argparse.Namespace
+) -> HandoverRun:
     """Send half of the prompts together, for CPU time, and half one by one, for TTFT."""
     calls = [
-        CompletionCall(
-            str(i),
-            prompt=text,
-            max_tokens=options.output_tokens,
-            extra={"ignore_eos": True},
-        )
-        for i, text in enumerate(prompts)
+        CompletionCall.exact(str(i), text, options.output_tokens) for i, text in enumerate(prompts)
     ]
     half = len(calls) // 2
     spent = [_Spent.of(server)]
@@ -224,12 +199,7 @@ _NOTES = (
 )
 
 
-def _result(
-    options: Options,
-    started_at: datetime,
-    runs: list[tuple[HandoverRun, HandoverRun]],
-    counts: dict[str, float],
-) -> result.Result:
+def _samples(runs: list[tuple[HandoverRun, HandoverRun]], counts: dict[str, float]) -> Samples:
     plain, apart = [run[0] for run in runs], [run[1] for run in runs]
     pairs = [(a, b) for p, q in runs for a, b in zip(p.token_ids, q.token_ids, strict=True)]
     equal = sum(a == b for a, b in pairs) / len(pairs)
@@ -238,7 +208,7 @@ def _result(
     def ratios(of: Callable[[HandoverRun], float]) -> list[float]:
         return paired_ratios([of(run) for run in apart], [of(run) for run in plain])
 
-    figures = {
+    return {
         "cpu_ratio": (ratios(lambda run: run.cpu_s), "ratio"),
         "cpu_ratio_alone": (ratios(lambda run: run.cpu_alone_s), "ratio"),
         "cpu_ratio_together": (ratios(lambda run: run.cpu_together_s), "ratio"),
@@ -257,12 +227,3 @@ def _result(
         "cross_instance_hit_fraction": ([cached], "fraction"),
         "equal_answers_fraction": ([equal], "fraction"),
     }
-    return result.result(
-        "handover",
-        seed=options.seed,
-        options={name: str(getattr(options, name)) for name in Options.__slots__},
-        started_at=started_at,
-        figures={name: result.figure(*values) for name, values in figures.items()},
-        notes=_NOTES,
-        raw={"counts": counts},
-    )

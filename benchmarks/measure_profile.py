@@ -10,23 +10,20 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from banaserve.base import models
-from banaserve.base.arguments import Parser
 from banaserve.contracts.environment import set_environment
 from banaserve.orchestrator.control.costs.profile import DecodeSection, PrefillSection
-from banaserve_bench.results import result
 from banaserve_bench.results.result import machine
 from banaserve_bench.statistics import median
+from benchmarks.measurement import Measurement, model_of, parser_of
 
 NAME = "smollm2-135m-cpu"
 KV_BYTES = 768 << 20
@@ -157,33 +154,25 @@ def fitted(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> lis
 
 def main(argv: Sequence[str]) -> int:
     """Measure the steps and write profile and result; return the exit code."""
-    parser = Parser(prog="python -m benchmarks measure-profile", description=__doc__)
+    parser = parser_of("measure-profile", __doc__)
     parser.add_argument(
         "--out", type=Path, default=Path("banaserve/orchestrator/control/costs/profiles")
     )
-    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/profile.json"))
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(list(argv))
-    started_at = datetime.now(UTC)
+    measurement = Measurement("measure-profile", given)
     os.environ["OMP_NUM_THREADS"] = "1"
     set_environment()
-    model = models.resolve(models.PACKAGED, None, lambda line: print(line, file=sys.stderr))
+    model = model_of(models.PACKAGED)
     steps = measured(Stepped(model.path_or_id, given.seed), given.runs)
     prefill, decode = fits(steps)
     errors = {kind: error_of(steps[kind], prefill, decode) for kind in steps}
     (given.out / f"{NAME}.toml").write_text(written(prefill, decode, errors))
-    figures = {f"error_{kind}": result.figure(found, "fraction") for kind, found in errors.items()}
-    record = result.result(
-        "profile",
-        seed=given.seed,
-        options={"runs": given.runs},
-        started_at=started_at,
-        figures=figures,
-        notes=("error: |profile - measured| / measured, a sample for each kind of step",),
-        raw={kind: [asdict(step) for step in found] for kind, found in steps.items()},
-    )
-    result.deliver(record, given.json)
+    figures = {f"error_{kind}": (found, "fraction") for kind, found in errors.items()}
+    notes = ["error: |profile - measured| / measured, a sample for each kind of step"]
+    raw = {kind: [asdict(step) for step in found] for kind, found in steps.items()}
+    measurement.deliver(measurement.result(figures, notes, raw=raw))
     return 0
 
 
@@ -243,9 +232,8 @@ def written(prefill: PrefillSection, decode: DecodeSection, errors: dict[str, li
     here = machine()
     return f"""\
 # SmolLM2-135M in float32 on one thread of a {here.cpu_model} ({here.num_cores} cores), with
-# vLLM. Written by benchmarks/measure_profile.py from steps measured there; the raw times are in
-# benchmarks/results/profile.json. Largest error of a kind of step: {worst}
-# (mixed ones were not fitted).
+# vLLM. Written by benchmarks/measure_profile.py from steps measured there. Largest error of a kind
+# of step: {worst} (mixed ones were not fitted).
 
 name = "{NAME}"
 source = "measured: SmolLM2-135M, float32, one thread, benchmarks/measure_profile.py"

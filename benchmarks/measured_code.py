@@ -28,7 +28,6 @@ _PACE = ("banaserve/pacing", "banaserve/orchestrator/control/costs")
 MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
     {
         "break-even": (*_SIMULATOR, "benchmarks/break_even"),
-        "cases": (*_SIMULATOR, *_SERVER, *_MOVES, *_PACE, "benchmarks/cases.py"),
         "cells": (*_SIMULATOR, "banaserve/orchestrator/planner", "benchmarks/cells"),
         "compare": (
             *_SERVER,
@@ -37,13 +36,11 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
             "route/banaserve_route/balancer",
             "bench/banaserve_bench/compare",
         ),
-        "copies": ("csrc/block_copy.cpp", "csrc/block_copy.h", "benchmarks/copies.py"),
         "elastic": _ELASTIC,
         "elastic-cpu": (*_SERVER, "banaserve/orchestrator/planner", "benchmarks/elastic_cpu"),
         "elastic-paced": (*_ELASTIC, *_SERVER, *_PACE),
         "front": ("banaserve/frontdoor", "banaserve/serving/requests", "benchmarks/front.py"),
         "handover": (*_REQUESTS, "benchmarks/handover.py"),
-        "handover-moved": (*_REQUESTS, *_MOVES, "benchmarks/handover_moved.py"),
         "kvstore": (*_STORE, "benchmarks/kvstore"),
         "migration": (*_MOVES, "benchmarks/migration.py"),
         "mock-instances": (
@@ -59,15 +56,13 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
             "benchmarks/network",
         ),
         "orchestrator": (*_SIMULATOR, "benchmarks/orchestrator.py"),
-        "overlap": (*_MOVES, *_PACE, "benchmarks/overlap"),
         "pacing": (*_PACE, "benchmarks/pacing.py"),
         "pipeline": (*_STORE, "banaserve/engine/connector", "benchmarks/pipeline.py", *_TRACED),
-        "prefix-ttft": (*_REQUESTS, "benchmarks/prefix_ttft.py", *_TRACED),
+        "prefix-ttft": (*_REQUESTS, "benchmarks/prefix_ttft.py"),
         "rebalancing": (*_REQUESTS, *_PACE, "banaserve/orchestrator", "benchmarks/rebalancing.py"),
         "recovery": (*_REQUESTS, "banaserve/serving/liveness", "benchmarks/recovery"),
         "regions": ("route/banaserve_route", *_SIMULATOR),
         "router": ("route/banaserve_route/balancer", "banaserve/base/net", "benchmarks/router"),
-        "short-prompts": (*_REQUESTS, "benchmarks/short_prompts.py"),
         "silicon": _SILICON,
         "silicon-runs": (*_SILICON, "benchmarks/whole_runs.py"),
         "simulate-paper": (
@@ -76,9 +71,7 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
             "benchmarks/simulate_paper",
         ),
         "simulate-seeds": (*_SIMULATOR, "benchmarks/simulate_seeds"),
-        "stall": (*_REQUESTS, "benchmarks/stall.py"),
         "timeline": (*_REQUESTS, "banaserve/serving/tracing", "benchmarks/timeline.py"),
-        "ui": ("banaserve/frontdoor/page", "benchmarks/ui.py"),
     }
 )
 """Folders and files by benchmark, from the top of the repository."""

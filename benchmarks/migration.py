@@ -15,21 +15,16 @@ import itertools
 import secrets
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
 from rich.progress import Progress
 
 from banaserve.base import models
-from banaserve.base.arguments import Parser, positive
+from banaserve.base.arguments import positive
 from banaserve.base.errors import UserError
-from banaserve.base.run_dir import find_admin
 from banaserve.contracts.migration_api import (
     Migration,
     MigrationRequest,
@@ -45,9 +40,15 @@ from banaserve.transport.regions.remote_region import RemoteRegion
 from banaserve.transport.registry import create
 from banaserve_bench.datasets import prompts as datasets_prompts
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
-from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
-from banaserve_bench.results import result
+from banaserve_bench.loadgen.servers import Server
 from banaserve_bench.statistics import median
+from benchmarks.measurement import (
+    Measurement,
+    Samples,
+    administered_server,
+    model_of,
+    parser_of,
+)
 
 _FLOAT32 = ("--pd", "1:1", "--dtype", "float32")
 _POOL_BYTES = 768 << 20
@@ -61,8 +62,18 @@ _TIMEOUT_S = 60.0
 _PAGES_A_TIME = 320
 """Number of pages of a KV cache, about as many as a move copies in one submission."""
 _REPEATS = 5
-_TABLE_WIDTH = 110
-_Samples = dict[str, tuple[list[float], str]]
+_NOTES = (
+    "CASE.CONTEXT.FIGURE: one stream with CONTEXT tokens decodes on d0 while CASE moves "
+    "to p0 and back; one sample a round trip",
+    "gap_ratio: longest gap between two tokens from the request to move until its end, "
+    "against the median gap in the second before; gap_ratio_calm: the longest gap of those",
+    "host_step_ratio: median gap while the case is away against the one before",
+    "bandwidth_fraction: copies while the engine serves against the same transport and "
+    "page size alone, measured right after while the stream goes on",
+    "stop_and_copy: the same move without copying ahead",
+    "batch: requests at once on a pool of 24 blocks, before and after 10 of 30 layers of "
+    "d0 run beside p0; all prompts are in the store",
+)
 
 
 class MigrationCase(NamedTuple):
@@ -98,19 +109,14 @@ _CASES_AGAIN = ("layers_10", "layers_20", "heads_2", "stop_and_copy_10")
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and write the result; return the exit code."""
     given = _parse(argv)
-    end_on_sigterm()
-    record = asyncio.run(_measure(given, datetime.now(UTC)))
-    console = Console()
-    Console(width=max(console.width, _TABLE_WIDTH)).print(result.table(record))
-    if given.json is not None:
-        result.write(record, given.json)
+    measurement = Measurement("migration", given)
+    measurement.deliver(measurement.result(asyncio.run(_measure(given)), _NOTES))
     return 0
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(prog="python -m benchmarks migration", description=__doc__)
+    parser = parser_of("migration", __doc__)
     add = parser.add_argument
-    add("--json", type=Path, help="write the result there")
     add("--runs", type=positive, default=5, help="of each case")
     add(
         "--contexts",
@@ -138,9 +144,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return given
 
 
-async def _measure(given: argparse.Namespace, started_at: datetime) -> result.Result:
+async def _measure(given: argparse.Namespace) -> Samples:
     plan = [(context, _cases(given, number)) for number, context in enumerate(given.contexts)]
-    samples: _Samples = {}
+    samples: Samples = {}
     with Progress(transient=True) as progress:
         total = sum(len(cases) for _, cases in plan) * given.runs
         total += (2 * given.batch_runs + 1) * bool(given.batch_requests)
@@ -153,7 +159,7 @@ async def _measure(given: argparse.Namespace, started_at: datetime) -> result.Re
             samples |= await _context(given, context, cases, advance)
         if given.batch_requests:
             samples |= await _batches(given, advance)
-    return _result(given, started_at, samples)
+    return samples
 
 
 def _cases(given: argparse.Namespace, number: int) -> list[MigrationCase]:
@@ -162,20 +168,11 @@ def _cases(given: argparse.Namespace, number: int) -> list[MigrationCase]:
     return [case for case in _CASES if case.name in names]
 
 
-@contextlib.contextmanager
-def _server(*options: str) -> Iterator[tuple[Server, AdminClient]]:
-    with TemporaryDirectory(prefix="bench-") as folder:
-        run_dir = Path(folder) / "run"
-        with banaserve_server(models.PACKAGED, *options, "--run-dir", str(run_dir)) as server:
-            yield server, AdminClient(*find_admin(run_dir))
-
-
 def _prompts(count: int, num_tokens: int, seed: int) -> list[list[int]]:
     """Return token ids of texts, each with exactly ``num_tokens``."""
     from transformers import AutoTokenizer
 
-    model = models.resolve(models.PACKAGED, None, lambda line: print(line, flush=True))
-    tokenizer = AutoTokenizer.from_pretrained(model.path_or_id)
+    tokenizer = AutoTokenizer.from_pretrained(model_of(models.PACKAGED).path_or_id)
 
     def tokenize(text: str) -> list[int]:
         return list(tokenizer(text, verbose=False)["input_ids"])
@@ -185,38 +182,16 @@ def _prompts(count: int, num_tokens: int, seed: int) -> list[list[int]]:
     return [tokenize(prompt.text)[:num_tokens] for prompt in found]
 
 
-def _result(given: argparse.Namespace, started_at: datetime, samples: _Samples) -> result.Result:
-    return result.result(
-        "migration",
-        seed=given.seed,
-        options={name: str(value) for name, value in vars(given).items() if name != "json"},
-        started_at=started_at,
-        figures={name: result.figure(*sample) for name, sample in samples.items()},
-        notes=[
-            "CASE.CONTEXT.FIGURE: one stream with CONTEXT tokens decodes on d0 while CASE moves "
-            "to p0 and back; one sample a round trip",
-            "gap_ratio: longest gap between two tokens from the request to move until its end, "
-            "against the median gap in the second before; gap_ratio_calm: the longest gap of those",
-            "host_step_ratio: median gap while the case is away against the one before",
-            "bandwidth_fraction: copies while the engine serves against the same transport and "
-            "page size alone, measured right after while the stream goes on",
-            "stop_and_copy: the same move without copying ahead",
-            "batch: requests at once on a pool of 24 blocks, before and after 10 of 30 layers of "
-            "d0 run beside p0; all prompts are in the store",
-        ],
-    )
-
-
 async def _context(
     given: argparse.Namespace,
     context: int,
     cases: Sequence[MigrationCase],
     advance: Callable[[str], None],
-) -> _Samples:
+) -> Samples:
     prompt = _prompts(1, context, given.seed)[0]
     options = (*_FLOAT32, "--kv-cache-memory-bytes", str(_POOL_BYTES))
-    samples: _Samples = {}
-    with _server(*options) as (server, admin):
+    samples: Samples = {}
+    with administered_server(models.PACKAGED, *options) as (server, admin, _):
         async with OpenAiClient(server.url, models.PACKAGED, return_token_ids=True) as client:
             for case in cases:
                 for name, sample in (
@@ -233,7 +208,7 @@ async def _rounds(
     prompt: Sequence[int],
     case: MigrationCase,
     advance: Callable[[str], None],
-) -> _Samples:
+) -> Samples:
     async with stream(client, prompt, 8000 - len(prompt)) as record:
         done = MigrationRounds(case, record)
         for _ in range(given.runs):
@@ -273,7 +248,7 @@ async def stream(
     Raises:
         UserError: The stream ended before the block.
     """
-    call = CompletionCall("stream", list(prompt), max_tokens=max_tokens, extra={"ignore_eos": True})
+    call = CompletionCall.exact("stream", list(prompt), max_tokens)
     record = RequestRecord(id=call.id, sent_at_s=client.clock.now())
     task = asyncio.create_task(client.send_into(call, record))
     try:
@@ -356,10 +331,10 @@ def _copy_s(region: RemoteRegion, local: Memory, offsets: Offsets, page_bytes: i
     return time.perf_counter() - began_s
 
 
-def figures_of(done: MigrationRounds) -> dict[str, tuple[list[float], str]]:
+def figures_of(done: MigrationRounds) -> Samples:
     """Return samples by name, one for each round."""
     times_s = done.record.token_at_s
-    found: dict[str, tuple[list[float], str]] = {}
+    found: Samples = {}
 
     def add(name: str, unit: str, value: float | None) -> None:
         if value is not None:
@@ -409,13 +384,13 @@ def _gaps(times_s: Sequence[float], from_s: float, to_s: float) -> list[float]:
     return found
 
 
-async def _batches(given: argparse.Namespace, advance: Callable[[str], None]) -> _Samples:
+async def _batches(given: argparse.Namespace, advance: Callable[[str], None]) -> Samples:
     prompts = _prompts(given.batch_requests, given.batch_prompt_tokens, given.seed + 1)
     pool = ("--kv-cache-memory-bytes", str(_SMALL_POOL_BLOCKS * _BLOCK_BYTES + (1 << 20)))
     length = given.batch_prompt_tokens + given.batch_output_tokens
     options = (*_FLOAT32, *pool, "--max-model-len", str(length + 64))
     passes: dict[str, list[BatchRun]] = {"before": [], "after": []}
-    with _server(*options) as (server, admin):
+    with administered_server(models.PACKAGED, *options) as (server, admin, _):
         async with OpenAiClient(server.url, models.PACKAGED, return_token_ids=True) as client:
 
             async def run() -> BatchRun:
@@ -462,7 +437,7 @@ async def run_batch(
 ) -> BatchRun:
     """Send all prompts at once and wait for all answers."""
     calls = [
-        CompletionCall(str(i), list(prompt), max_tokens=output_tokens, extra={"ignore_eos": True})
+        CompletionCall.exact(str(i), list(prompt), output_tokens)
         for i, prompt in enumerate(prompts)
     ]
     preempted = _preemptions(server)
@@ -494,8 +469,8 @@ def _preemptions(server: Server) -> float:
     return server.metric("vllm:num_preemptions_total", instance_id="d0")
 
 
-def _batch_samples(before: Sequence[BatchRun], after: Sequence[BatchRun]) -> _Samples:
-    samples: _Samples = {}
+def _batch_samples(before: Sequence[BatchRun], after: Sequence[BatchRun]) -> Samples:
+    samples: Samples = {}
     for when, batches in (("before", before), ("after", after)):
         samples[f"batch.tokens_{when}"] = [b.tokens_per_s for b in batches], "tokens/s"
         samples[f"batch.running_{when}"] = [b.running for b in batches], "requests"

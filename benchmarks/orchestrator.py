@@ -15,15 +15,13 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from functools import partial
 from math import log2
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
 
-from banaserve.base.arguments import Parser, positive
+from banaserve.base.arguments import positive
 from banaserve.base.errors import UserError
 from banaserve.base.types import (
     ClusterView,
@@ -40,8 +38,8 @@ from banaserve.sim.load.workload import Lengths, LoadPhase, drawn
 from banaserve.sim.parallel import simulate_in_parts
 from banaserve.sim.request import SimRequest
 from banaserve.sim.system import System, preset
-from banaserve_bench.results import result
 from banaserve_bench.statistics import median
+from benchmarks.measurement import Measurement, parser_of
 
 _SIZES = (8, 64, 512, 4096)
 _PROFILE = "opt-13b-a100"
@@ -71,7 +69,7 @@ _NOTES = (
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and write the result; return the exit code."""
     given = _parse(argv)
-    started_at = datetime.now(UTC)
+    measurement = Measurement("orchestrator", given)
     samples: dict[str, list[float]] = defaultdict(list)
     raw = {}
     with Progress(transient=True, console=Console(stderr=True)) as progress:
@@ -84,23 +82,14 @@ def main(argv: Sequence[str]) -> int:
             progress.update(task, description=f"simulating {given.requests} requests")
             raw = _time_simulation(given, given.seed + run, samples)
             progress.advance(task)
-    record = result.result(
-        "orchestrator",
-        seed=given.seed,
-        options={name: value for name, value in vars(given).items() if name != "json"},
-        started_at=started_at,
-        figures={name: result.figure(found, _unit(name)) for name, found in samples.items()},
-        notes=_NOTES,
-        raw={"last_simulation": raw},
-    )
-    result.deliver(record, given.json)
+    figures = {name: (found, _unit(name)) for name, found in samples.items()}
+    measurement.deliver(measurement.result(figures, _NOTES, raw={"last_simulation": raw}))
     return 0
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(prog="python -m benchmarks orchestrator", description=__doc__)
+    parser = parser_of("orchestrator", __doc__)
     add = parser.add_argument
-    add("--json", type=Path, help="write the result there")
     add("--runs", type=int, default=5, help="of the decisions, each over other loads")
     add("--sim-runs", type=int, default=1)
     add("--requests", type=int, default=1_000_000, help="about as many are simulated")

@@ -11,14 +11,13 @@ import asyncio
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.progress import Progress
 
-from banaserve.base.arguments import Parser
+from banaserve.base.arguments import positive
 from banaserve.base.config import MINIATURE, parse_pd
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs import profile as profiles
@@ -28,26 +27,27 @@ from banaserve.sim.request import SimRequest
 from banaserve.sim.run import simulate
 from banaserve.sim.system import preset
 from banaserve_bench.loadgen import arrivals
-from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
-from banaserve_bench.loadgen.loops import open_loop
+from banaserve_bench.loadgen.client import OpenAiClient, RequestRecord
 from banaserve_bench.loadgen.modelled_time import modelled_time
-from banaserve_bench.loadgen.servers import banaserve_server, end_on_sigterm
-from banaserve_bench.results import result
-from banaserve_bench.results.result import ModelledTime
+from banaserve_bench.loadgen.servers import banaserve_server
+from banaserve_bench.results.result import ModelledTime, Result
 from banaserve_bench.serving.summary import tpot_s
 from banaserve_bench.statistics import median, percentile
+from benchmarks.cases import CaseRequest, send
+from benchmarks.measurement import Measurement, Samples, parser_of
 
 _TOKEN_IDS = (500, 40_000)
 _WARM_UP = 4
-_Figures = dict[str, tuple[list[float], str]]
-
-
-class PacedRequest(NamedTuple):
-    """A request: its arrival in modelled seconds, its prompt and its output length."""
-
-    at_s: float
-    prompt: list[int]
-    output_tokens: int
+_NOTES = (
+    "xN: dilation N, one modelled second takes N s; ttft and tpot are modelled seconds",
+    "step_error: what a step took against what the model gives for it, one sample an "
+    "instance; steps end late, never early",
+    "overrun_fraction: steps whose real work took longer than their modelled time",
+    "work_fraction: real work, the engine's own code included, of all modelled time",
+    "vs_simulated: median against the simulator's for the same requests, roles static; it "
+    "routes by its own view and lets no step wait for a request that is handed over",
+)
+PacedRequest = CaseRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +69,18 @@ class PacedRun:
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and write the result; return the exit code."""
     given = _parse(argv)
-    end_on_sigterm()
-    record = asyncio.run(_measure(given, datetime.now(UTC)))
-    result.deliver(record, given.json)
+    measurement = Measurement("pacing", given)
+    measurement.deliver(asyncio.run(_measure(given, measurement)))
     return 0
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(prog="python -m benchmarks pacing", description=__doc__)
+    parser = parser_of("pacing", __doc__)
     add = parser.add_argument
-    add("--json", type=Path, help="write the result there")
     add("--profile", default="opt-13b-a100", help="name or .toml file")
     add("--pd", default="2:2", metavar="P:D")
     add("--dilations", type=float, nargs="+", default=[1.0, 2.0, 4.0], metavar="N")
-    add("--requests", type=int, default=64)
+    add("--requests", type=positive, default=64)
     add("--rate", type=float, default=6.0, help="requests a modelled second")
     add("--prompt-tokens", type=int, nargs=2, default=[64, 768], metavar=("LEAST", "MOST"))
     add("--output-tokens", type=int, nargs=2, default=[16, 96], metavar=("LEAST", "MOST"))
@@ -92,8 +90,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         least, most = getattr(given, name)
         if not 2 <= least <= most:
             raise UserError(f"--{name.replace('_', '-')} {least} {most}: at least 2, and ascending")
-    if given.requests < 1:
-        raise UserError(f"--requests {given.requests}: give 1 or more")
     parse_pd(given.pd)
     return given
 
@@ -123,10 +119,10 @@ def predicted(profile: Profile, pd: str, asks: Sequence[PacedRequest]) -> dict[s
     return simulate(profile, system, requests)
 
 
-async def _measure(given: argparse.Namespace, started_at: datetime) -> result.Result:
+async def _measure(given: argparse.Namespace, measurement: Measurement) -> Result:
     profile = profiles.load(given.profile)
     asks = draw(given)
-    figures: _Figures = {}
+    figures: Samples = {}
     runs = []
     simulated = predicted(profile, given.pd, asks)
     with Progress(transient=True) as progress:
@@ -136,7 +132,12 @@ async def _measure(given: argparse.Namespace, started_at: datetime) -> result.Re
             runs.append(await _run(given, profile, asks, dilation))
             figures |= figures_of(runs[-1], simulated)
             progress.advance(task)
-    return _result(given, started_at, figures, runs, simulated)
+    return measurement.result(
+        figures,
+        _NOTES,
+        raw={"simulated": simulated, "instances": [sorted(run.steps) for run in runs]},
+        modelled_time=[run.modelled for run in runs],
+    )
 
 
 async def _run(
@@ -148,9 +149,9 @@ async def _run(
         with banaserve_server(MINIATURE, *options, "--run-dir", str(run_dir)) as server:
             async with OpenAiClient(server.url, f"paced-{profile.name}") as client:
                 warm_up = [PacedRequest(0.0, ask.prompt[::-1], 8) for ask in asks[:_WARM_UP]]
-                await _send(client, warm_up, dilation)
+                await send(client, warm_up, dilation)
                 before = {log.instance_id: log.sums() for log in readers(run_dir)}
-                records = await _send(client, asks, dilation)
+                records = [one.checked() for one in await send(client, asks, dilation)]
             told = modelled_time(server.url)
             assert told is not None
             steps, overrun = {}, {}
@@ -171,23 +172,7 @@ def _with_steps(run_dir: Path) -> Iterator[StepReader]:
     yield from found
 
 
-async def _send(
-    client: OpenAiClient, asks: Sequence[PacedRequest], dilation: float
-) -> list[RequestRecord]:
-    calls = [
-        CompletionCall(
-            str(number),
-            prompt=ask.prompt,
-            max_tokens=ask.output_tokens,
-            extra={"ignore_eos": True},
-        )
-        for number, ask in enumerate(asks)
-    ]
-    records = await open_loop(client, calls, [ask.at_s * dilation for ask in asks])
-    return [one.checked() for one in records]
-
-
-def figures_of(run: PacedRun, simulated: dict[str, Any]) -> _Figures:
+def figures_of(run: PacedRun, simulated: dict[str, Any]) -> Samples:
     """Return the figures of a run; times are modelled seconds: wall seconds over the dilation."""
     ttft_s = [(r.ttft_s or 0.0) / run.dilation for r in run.records]
     found = (tpot_s(r) for r in run.records)
@@ -197,7 +182,7 @@ def figures_of(run: PacedRun, simulated: dict[str, Any]) -> _Figures:
     modelled_s = [s.modelled_s for steps in run.steps.values() for s in steps]
     worked_s = [s.worked_s for steps in run.steps.values() for s in steps]
     late_s = sum(max(0.0, s.took_s - s.modelled_s) for steps in run.steps.values() for s in steps)
-    figures: _Figures = {
+    figures: Samples = {
         "step_error_median": ([median(found) for found in errors.values()], "fraction"),
         "step_error_p99": ([percentile(found, 99) for found in errors.values()], "fraction"),
         "overrun_fraction": ([run.overrun_fractions[name] for name in errors], "fraction"),
@@ -210,30 +195,3 @@ def figures_of(run: PacedRun, simulated: dict[str, Any]) -> _Figures:
         "tpot_vs_simulated": ([median(tpots_s) / simulated["tpot_p50_s"]], "ratio"),
     }
     return {f"x{run.dilation:g}.{name}": found for name, found in figures.items()}
-
-
-def _result(
-    given: argparse.Namespace,
-    started_at: datetime,
-    figures: _Figures,
-    runs: Sequence[PacedRun],
-    simulated: dict[str, Any],
-) -> result.Result:
-    return result.result(
-        "pacing",
-        seed=given.seed,
-        options={name: value for name, value in vars(given).items() if name != "json"},
-        started_at=started_at,
-        figures={name: result.figure(*found) for name, found in figures.items()},
-        notes=[
-            "xN: dilation N, one modelled second takes N s; ttft and tpot are modelled seconds",
-            "step_error: what a step took against what the model gives for it, one sample an "
-            "instance; steps end late, never early",
-            "overrun_fraction: steps whose real work took longer than their modelled time",
-            "work_fraction: real work, the engine's own code included, of all modelled time",
-            "vs_simulated: median against the simulator's for the same requests, roles static; it "
-            "routes by its own view and lets no step wait for a request that is handed over",
-        ],
-        raw={"simulated": simulated, "instances": [sorted(run.steps) for run in runs]},
-        modelled_time=[run.modelled for run in runs],
-    )

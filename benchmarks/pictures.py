@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
 from banaserve.base.figure_text import row
-from banaserve_bench.report import drawing
-from banaserve_bench.report.drawing import LIGHT
+from banaserve_bench.report import plots
+from banaserve_bench.report.plots import LIGHT
 from banaserve_bench.results import result
 from banaserve_bench.results.result import Result
 from benchmarks.elastic.paced import COLOCATED, ELASTIC
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(prog=COMMAND, description=__doc__)
     parser.add_argument("--out", type=Path, default=FOLDER)
     given = parser.parse_args(list(argv))
-    if not drawing.is_possible():
+    if not plots.is_possible():
         raise UserError("the package matplotlib is missing: pip install matplotlib")
     document = headline(result.read(SOURCE))
     path = given.out / NAME
@@ -114,7 +114,7 @@ def headline(record: Result) -> str:
     from matplotlib.figure import Figure
 
     cells = cells_of(record)
-    with matplotlib.rc_context(drawing.settings(str(cells))):
+    with matplotlib.rc_context(plots.settings(str(cells))):
         figure = Figure(figsize=(9.6, 0.52 * len(cells) + 1.5), layout="constrained")
         figure.patch.set_facecolor(LIGHT.background)
         columns = figure.subplots(1, len(FIGURES), sharey=True)
@@ -131,7 +131,7 @@ def headline(record: Result) -> str:
         )
         figure.suptitle(words, fontsize=9.5, x=0.01, ha="left")
         told = f"{words}. {' '.join(sentences(cells))}"
-        return drawing.document(figure, " ".join(told.split()))
+        return plots.document(figure, " ".join(told.split()))
 
 
 def _column(axes: Any, shown: HeadlineFigure, cells: dict[str, CellPair]) -> None:

@@ -13,25 +13,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from math import isnan
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from rich.progress import Progress
 
 from banaserve.base import models
-from banaserve.base.arguments import Parser, positive
+from banaserve.base.arguments import positive
 from banaserve.base.errors import UserError
-from banaserve_bench.loadgen.servers import end_on_sigterm
-from banaserve_bench.results import result
 from banaserve_bench.statistics import median, paired_ratios
-from benchmarks.drivers.driven_engine import DrivenEngine, driven_engine
 from benchmarks.drivers.layer_pipeline import Prefill, hidden_fraction, pipeline
-from benchmarks.kvstore.memory import store_daemon
+from benchmarks.drivers.traced_engine import TracedEngine, traced_engine
+from benchmarks.measurement import Measurement, Samples, model_of, parser_of, random_tokens
 from benchmarks.random_model import SIZES, random_weights
 
 _FACTORS = (0.2, 0.4, 0.6, 0.8, 1.25, 2.0, 4.0)
@@ -44,7 +40,6 @@ _WAYS: dict[str, dict[str, Any]] = {
 }
 """Options of the driven engine; the first way lets the gate learn the speed of the link."""
 _WARM_UPS = 2
-_FIRST_TOKEN, _LAST_TOKEN = 100, 40_000
 _LOAD, _LOADED, _WAIT, _WAITED, _ATTENDED, _SAVE, _SAVED = range(7)
 _NOTES = [
     "Nx: the copies are held back to N times the predicted break-even, in both directions",
@@ -62,8 +57,7 @@ _NOTES = [
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and write the result; return the exit code."""
-    parser = Parser(prog="python -m benchmarks pipeline", description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the result there")
+    parser = parser_of("pipeline", __doc__)
     parser.add_argument("--model", default=models.PACKAGED)
     parser.add_argument("--size", choices=sorted(SIZES), help="random weights instead of --model")
     parser.add_argument("--runs", type=positive, default=5)
@@ -73,43 +67,41 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(list(argv))
     if not 0 < given.cached_blocks < given.blocks:
         raise UserError("--cached-blocks is above 0 and below --blocks")
-    end_on_sigterm()
-    with model_of(given) as model:
-        record = _measure(given, model, datetime.now(UTC))
-    result.deliver(record, given.json)
+    measurement = Measurement("pipeline", given)
+    with model_name(given) as model:
+        samples, predicted, warm_compute_s = _measure(given, model)
+    set_by = _prefill_of(predicted, warm_compute_s).break_even_bytes_per_s()
+    figures, raw = _figures(samples, predicted, set_by), _raw(samples, predicted, set_by)
+    measurement.deliver(measurement.result(figures, _NOTES, raw=raw))
     return 0
 
 
-def model_of(given: argparse.Namespace) -> contextlib.AbstractContextManager[str]:
+def model_name(given: argparse.Namespace) -> contextlib.AbstractContextManager[str]:
     """Return the model that ``--model`` or ``--size`` names, while the context is open."""
     if given.size:
         return random_weights(given.size, "float32")
     return contextlib.nullcontext(given.model)
 
 
-def _measure(given: argparse.Namespace, name: str, started_at: datetime) -> result.Result:
-    model = models.resolve(name, None, lambda line: print(line, flush=True))
+def _measure(given: argparse.Namespace, name: str) -> tuple[_Prefills, Prefill, float]:
+    """Return the samples, the prediction, and the computing time that set the bandwidths."""
+    model = model_of(name)
     draws = random.Random(given.seed)
     with traced_engine(model.path_or_id, "512MiB") as engine, Progress(transient=True) as progress:
         task = progress.add_task("measuring", total=given.runs)
-        warm = [engine.prefill(_tokens(draws, given.blocks, engine)) for _ in range(_WARM_UPS)]
+        warm = [
+            times_of(engine.prefill(_tokens(draws, given.blocks, engine))) for _ in range(_WARM_UPS)
+        ]
         predicted = _prefill(given, engine, warm[-1].compute_s)
         prefix = _tokens(draws, given.cached_blocks, engine)
         engine.prefill(prefix)
-        samples = _Samples([], {(way, f): [] for f in _FACTORS for way in _WAYS})
+        samples = _Prefills([], {(way, f): [] for f in _FACTORS for way in _WAYS})
         for _ in range(given.runs):
             _one_run(given, engine, draws, prefix, predicted.break_even_bytes_per_s(), samples)
             progress.advance(task)
-        layers, token_bytes = engine.num_layers, engine.token_layer_bytes
     # The bandwidths came from the warm-up; the prediction that counts comes from the runs.
-    predicted = Prefill(
-        median([times.compute_s for times in samples.full]),
-        layers,
-        predicted.num_tokens,
-        predicted.cached_fraction,
-        token_bytes,
-    )
-    return _result(given, started_at, samples, predicted, warm[-1].compute_s)
+    predicted = _prefill_of(predicted, median([times.compute_s for times in samples.full]))
+    return samples, predicted, warm[-1].compute_s
 
 
 def _one_run(
@@ -118,25 +110,24 @@ def _one_run(
     draws: random.Random,
     prefix: list[int],
     break_even_bytes_per_s: float,
-    samples: _Samples,
+    samples: _Prefills,
 ) -> None:
-    samples.full.append(engine.prefill(_tokens(draws, given.blocks, engine)))
+    samples.full.append(times_of(engine.prefill(_tokens(draws, given.blocks, engine))))
     for (way, factor), times in samples.cached.items():
         bandwidth = factor * break_even_bytes_per_s
         rest = _tokens(draws, given.blocks - given.cached_blocks, engine)
-        times.append(
-            engine.prefill(
-                prefix + rest,
-                new_link=way == next(iter(_WAYS)),
-                load_bytes_per_s=bandwidth,
-                save_bytes_per_s=bandwidth,
-                **_WAYS[way],
-            )
+        step = engine.prefill(
+            prefix + rest,
+            new_link=way == next(iter(_WAYS)),
+            load_bytes_per_s=bandwidth,
+            save_bytes_per_s=bandwidth,
+            **_WAYS[way],
         )
+        times.append(times_of(step))
 
 
 def _tokens(draws: random.Random, num_blocks: int, engine: TracedEngine) -> list[int]:
-    return draws.choices(range(_FIRST_TOKEN, _LAST_TOKEN), k=num_blocks * engine.block_size)
+    return random_tokens(draws, num_blocks * engine.block_size)
 
 
 def _prefill(given: argparse.Namespace, engine: TracedEngine, full_compute_s: float) -> Prefill:
@@ -161,7 +152,6 @@ class PrefillTimes:
         store_wait_s: Time that saves went on after the forward pass.
         compute_s: Time of the forward pass without waiting.
         fetched_blocks: Number of blocks that were fetched.
-        layers: Trace as ``[num_layers][7]``, in seconds from the step's beginning.
     """
 
     step_s: float
@@ -171,7 +161,6 @@ class PrefillTimes:
     store_wait_s: float
     compute_s: float
     fetched_blocks: int
-    layers: list[list[float | None]]
 
     @property
     def transfer_s(self) -> float:
@@ -182,16 +171,8 @@ class PrefillTimes:
         return self.fetch_wait_s + self.store_wait_s
 
 
-class FirstTokenTimes(NamedTuple):
-    """A prompt's first token, the seconds until it came, and the number of fetched blocks."""
-
-    token: int
-    ttft_s: float
-    fetched_blocks: int
-
-
 @dataclass(frozen=True, slots=True)
-class _Samples:
+class _Prefills:
     """Measured times.
 
     Attributes:
@@ -201,51 +182,6 @@ class _Samples:
 
     full: list[PrefillTimes]
     cached: dict[tuple[str, float], list[PrefillTimes]]
-
-
-@contextlib.contextmanager
-def traced_engine(model_path: str, store_size: str) -> Iterator[TracedEngine]:
-    """Run a store of ``store_size`` and an engine over it; end both afterwards.
-
-    Raises:
-        UserError: One of the two did not start; the message says why.
-    """
-    module = "benchmarks.drivers.traced"
-    with (
-        store_daemon(store_size) as store,
-        driven_engine(module, model_path, str(store.socket_path)) as engine,
-    ):
-        yield TracedEngine(engine)
-
-
-class TracedEngine:
-    """Driver of an engine that answers one prompt at a time.
-
-    Attributes:
-        block_size: Number of tokens in a block.
-        num_layers: Number of layers that have a KV cache.
-        token_layer_bytes: Bytes of K and V of one token in one layer.
-    """
-
-    def __init__(self, engine: DrivenEngine) -> None:
-        self._engine = engine
-        kind = engine.greeting
-        self.block_size = int(kind["block_size"])
-        self.num_layers = int(kind["num_layers"])
-        self.token_layer_bytes = int(kind["page_bytes"]) // self.block_size
-
-    def prefill(self, prompt: Sequence[int], **options: Any) -> PrefillTimes:
-        """Compute ``prompt`` with the connector's options changed to ``options``; return times."""
-        steps = self._engine.tell(prompt=list(prompt), **options)["steps"]
-        if len(steps) != 1:
-            raise UserError(f"a prompt took {len(steps)} steps that moved blocks, not one")
-        return times_of(steps[0])
-
-    def first_token(self, prompt: Sequence[int], **options: Any) -> FirstTokenTimes:
-        """Return the first token of ``prompt``, with the connector's options as ``options``."""
-        answer = self._engine.tell(prompt=list(prompt), **options)
-        fetched = sum(step["fetched_blocks"] for step in answer["steps"])
-        return FirstTokenTimes(answer["token"], answer["ttft_s"], fetched)
 
 
 def times_of(step: dict[str, Any]) -> PrefillTimes:
@@ -265,38 +201,10 @@ def times_of(step: dict[str, Any]) -> PrefillTimes:
         store_wait_s=step["ended_s"] - step["computed_s"],
         compute_s=step["computed_s"] - began_s - fetch_wait_s,
         fetched_blocks=step["fetched_blocks"],
-        layers=[[None if isnan(at) else at - began_s for at in layer] for layer in layers],
     )
 
 
-def _result(
-    given: argparse.Namespace,
-    started_at: datetime,
-    samples: _Samples,
-    predicted: Prefill,
-    warm_compute_s: float,
-) -> result.Result:
-    set_by = _prefill_of(predicted, warm_compute_s).break_even_bytes_per_s()
-    figures = _figures(samples, predicted, set_by)
-    return result.result(
-        "pipeline",
-        seed=given.seed,
-        options={
-            "model": given.size or given.model,
-            "runs": given.runs,
-            "blocks": given.blocks,
-            "cached_blocks": given.cached_blocks,
-        },
-        started_at=started_at,
-        figures={name: result.figure(*values) for name, values in figures.items()},
-        notes=_NOTES,
-        raw=_raw(samples, predicted, set_by),
-    )
-
-
-def _figures(
-    samples: _Samples, predicted: Prefill, set_by: float
-) -> dict[str, tuple[list[float], str]]:
+def _figures(samples: _Prefills, predicted: Prefill, set_by: float) -> Samples:
     """Return samples and unit of each figure; the factors multiply the bandwidth ``set_by``."""
     full = [times.compute_s for times in samples.full]
     rest = [times.compute_s for times in samples.cached["pipelined", _FACTORS[-1]]]
@@ -320,7 +228,7 @@ def _figures(
     return figures
 
 
-def _cut_figures(samples: _Samples, factor: float) -> dict[str, tuple[list[float], str]]:
+def _cut_figures(samples: _Prefills, factor: float) -> Samples:
     """Return figures of the cut prompt, beside the fetched one and the computed one."""
     steps_s = {
         way: [times.step_s for times in samples.cached[way, factor]]
@@ -335,14 +243,14 @@ def _cut_figures(samples: _Samples, factor: float) -> dict[str, tuple[list[float
     }
 
 
-def _raw(samples: _Samples, predicted: Prefill, set_by: float) -> dict[str, Any]:
+def _raw(samples: _Prefills, predicted: Prefill, set_by: float) -> dict[str, Any]:
     return {
         "bandwidths": {str(factor): factor * set_by for factor in _FACTORS},
         "predicted_hidden_fraction": {
             str(factor): _predicted_hidden(predicted, factor * set_by) for factor in _FACTORS
         },
         "samples": [
-            {"arrangement": a, "factor": f, **_without_layers(times)}
+            {"arrangement": a, "factor": f, **asdict(times)}
             for (a, f), runs in samples.cached.items()
             for times in runs
         ],
@@ -350,20 +258,14 @@ def _raw(samples: _Samples, predicted: Prefill, set_by: float) -> dict[str, Any]
 
 
 def _prefill_of(like: Prefill, full_compute_s: float) -> Prefill:
-    return Prefill(
-        full_compute_s,
-        like.num_layers,
-        like.num_tokens,
-        like.cached_fraction,
-        like.token_layer_bytes,
-    )
+    return replace(like, full_compute_s=full_compute_s)
 
 
 def _hidden(times: PrefillTimes) -> float:
     return hidden_fraction(times.transfer_s, times.visible_s)
 
 
-def _worst_hidden(samples: _Samples, set_by: float, predicted: Prefill) -> list[float]:
+def _worst_hidden(samples: _Prefills, set_by: float, predicted: Prefill) -> list[float]:
     hiding = [factor for factor in _FACTORS if predicted.hides(factor * set_by)]
     if not hiding:
         raise UserError("the machine became so much faster that no bandwidth was enough: run again")
@@ -378,7 +280,7 @@ def _predicted_hidden(predicted: Prefill, bandwidth: float) -> float:
     return hidden_fraction(layers * (fetch + store), line.fetch_wait_s + line.store_wait_s)
 
 
-def _break_evens(samples: _Samples, set_by: float) -> list[float]:
+def _break_evens(samples: _Prefills, set_by: float) -> list[float]:
     below = [factor for factor in _FACTORS if factor < 1]
     runs = zip(*(samples.cached["pipelined", factor] for factor in below), strict=True)
     return [
@@ -404,11 +306,3 @@ def measured_break_even(waits: Sequence[tuple[float, float]]) -> float:
     bandwidths, seconds = np.asarray(waits, dtype=np.float64).T
     slope, intercept = np.polyfit(1 / bandwidths, seconds, 1)
     return float(slope / -intercept)
-
-
-def _without_layers(times: PrefillTimes) -> dict[str, float]:
-    names = (
-        *("step_s", "fetch_s", "store_s", "fetch_wait_s", "store_wait_s", "compute_s"),
-        "fetched_blocks",
-    )
-    return {name: getattr(times, name) for name in names}

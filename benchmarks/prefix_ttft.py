@@ -5,10 +5,6 @@ a store, which computes every prompt, and one whose store has an SSD folder. Pre
 once and written to the folder; then the server is started again with an empty memory. Each run
 sends a prompt whose prefix is on SSD, then another with the same prefix, which is in memory by
 then. No engine keeps a cache of its own.
-
-Then one engine inside a process fetches a prefix over links of several speeds, as multiples of the
-speed at which fetching the whole prefix takes as long as computing it: the prefix is fetched,
-computed, or cut as the cost gate decides, in turn. ``--only links`` measures this alone.
 """
 
 from __future__ import annotations
@@ -19,26 +15,23 @@ import contextlib
 import random
 import tempfile
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.progress import Progress
 
 from banaserve.base import models
-from banaserve.base.arguments import Parser, positive
+from banaserve.base.arguments import positive
 from banaserve.base.errors import UserError
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
-from banaserve_bench.loadgen.servers import SHARES_GPU, Server, banaserve_server, end_on_sigterm
+from banaserve_bench.loadgen.servers import SHARES_GPU, Server, banaserve_server
 from banaserve_bench.results import result
 from banaserve_bench.statistics import paired_ratios
-from benchmarks.pipeline import model_of, traced_engine
+from benchmarks.measurement import Measurement, Samples, model_of, parser_of, random_tokens
+from benchmarks.pipeline import model_name
 from benchmarks.random_model import SIZES
 
-_Figures = dict[str, tuple[list[float], str]]
-_LINK_WARM_UPS = 2
 _BLOCK_TOKENS = 128
-_FIRST_TOKEN, _LAST_TOKEN = 100, 40_000
 _WARM_UP_TOKENS = 400
 _FLUSH_TIMEOUT_S = 60.0
 _SAME = ("--colocated", "1", "--dtype", "float32", "--no-enable-prefix-caching")
@@ -56,12 +49,6 @@ class PrefixCase(NamedTuple):
         return f"{self.percent}_{self.place}" if self.percent else "0"
 
 
-_LINKS = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Speeds of links; at 1.0 fetching the prefix takes as long as computing it."""
-_LINK_WAYS = ("fetch", "compute", "cut")
-_LinkSamples = dict[tuple[float, str], list[tuple[float, int]]]
-"""Seconds to the first token and number of fetched blocks, by link and way."""
-
 _SHARES = (50, 90)
 _CASES = [
     PrefixCase(0, "nowhere"),
@@ -72,43 +59,34 @@ _RECOMPUTE = "recompute"
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and write the result; return the exit code."""
-    parser = Parser(prog="python -m benchmarks prefix-ttft", description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the result there")
+    parser = parser_of("prefix-ttft", __doc__)
     parser.add_argument("--model", default=models.PACKAGED)
     parser.add_argument("--size", choices=sorted(SIZES), help="random weights instead of --model")
     parser.add_argument("--runs", type=positive, default=5)
     parser.add_argument("--prompt-tokens", type=int, default=2000)
-    parser.add_argument("--link-blocks", type=positive, default=7, help="of a prefix over links")
-    parser.add_argument("--only", choices=("places", "links"), help="one part (default: both)")
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: temporary)")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(list(argv))
-    end_on_sigterm()
-    started_at = datetime.now(UTC)
-    figures: _Figures = {}
-    raw: dict[str, Any] = {}
-    with model_of(given) as model:
-        if given.only != "links":
-            with tempfile.TemporaryDirectory(prefix="bench-", dir=given.folder) as folder:
-                ttft_s, counts = asyncio.run(_measure_places(given, model, Path(folder) / "store"))
-            figures |= _figures(given, ttft_s, counts)
-            raw["counts"] = counts
-        if given.only != "places":
-            samples, raw["links"] = _measure_links(given, model)
-            figures |= link_figures(samples)
-    result.deliver(_result(given, started_at, figures, raw), given.json)
+    measurement = Measurement("prefix-ttft", given)
+    with (
+        model_name(given) as model,
+        tempfile.TemporaryDirectory(prefix="bench-", dir=given.folder) as folder,
+    ):
+        ttft_s, counts = asyncio.run(_measure(given, model, Path(folder) / "store"))
+    figures = _figures(given, ttft_s, counts)
+    measurement.deliver(measurement.result(figures, _notes(given), raw={"counts": counts}))
     return 0
 
 
-async def _measure_places(
+async def _measure(
     given: argparse.Namespace, name: str, folder: Path
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Return times to the first token by case, and the counts of the store's server."""
-    model = models.resolve(name, None, lambda line: print(line, flush=True))
+    model = model_of(name)
     draws = random.Random(given.seed)
     prefixes = [
         {
-            percent: _tokens(draws, whole_blocks(given.prompt_tokens, percent))
+            percent: random_tokens(draws, whole_blocks(given.prompt_tokens, percent))
             for percent in (50, 90)
         }
         for _ in range(given.runs)
@@ -132,35 +110,6 @@ async def _measure_places(
     return bench.ttft_s, counts
 
 
-def _measure_links(given: argparse.Namespace, name: str) -> tuple[_LinkSamples, dict[str, Any]]:
-    """Measure every way over every link once a run, after a warm-up that times computing."""
-    model = models.resolve(name, None, lambda line: print(line, flush=True))
-    draws = random.Random(given.seed)
-    samples: _LinkSamples = {(link, way): [] for link in _LINKS for way in _LINK_WAYS}
-    with traced_engine(model.path_or_id, "1GiB") as engine, Progress(transient=True) as progress:
-        task = progress.add_task("over links", total=given.runs)
-        tokens = given.link_blocks * engine.block_size
-        for _ in range(_LINK_WARM_UPS):
-            warm = engine.prefill(_tokens(draws, tokens))
-        prefix = _tokens(draws, tokens)
-        engine.prefill(prefix)
-        parity = tokens * engine.token_layer_bytes * engine.num_layers / warm.compute_s
-        for _ in range(given.runs):
-            # Less than a block after the prefix, so that none of it is in the store next time.
-            prompt = prefix + _tokens(draws, engine.block_size // 2)
-            tokens_seen = set()
-            for (link, way), taken in samples.items():
-                is_new = way == _LINK_WAYS[0]
-                speed = link * parity
-                seen = engine.first_token(prompt, way=way, new_link=is_new, load_bytes_per_s=speed)
-                taken.append((seen.ttft_s, seen.fetched_blocks))
-                tokens_seen.add(seen.token)
-            if len(tokens_seen) > 1:
-                raise UserError(f"one prompt got different first tokens: {sorted(tokens_seen)}")
-            progress.advance(task)
-    return samples, {"bytes_per_s_at_1x": parity}
-
-
 def _same() -> tuple[str, ...]:
     """Return the options of both servers, which share a GPU if there is one."""
     return (*_SAME, *SHARES_GPU) if result.machine().gpu is not None else _SAME
@@ -175,10 +124,6 @@ def _stored(model: str, folder: Path) -> Iterator[Server]:
 def whole_blocks(num_tokens: int, percent: int) -> int:
     """Return the tokens of the whole blocks nearest to ``percent`` of a prompt, the kept ones."""
     return round(num_tokens * percent / 100 / _BLOCK_TOKENS) * _BLOCK_TOKENS
-
-
-def _tokens(draws: random.Random, count: int) -> list[int]:
-    return draws.choices(range(_FIRST_TOKEN, _LAST_TOKEN), k=count)
 
 
 async def _write(server: Server, model: str, prefixes: list[list[int]]) -> None:
@@ -220,7 +165,7 @@ class _Bench:
     async def warm_up(self) -> None:
         """Serve first requests, which take longer; the store's second one reads from memory."""
         for server in (self._plain, self._stored, self._stored):
-            prompt = _tokens(random.Random(-1), _WARM_UP_TOKENS)
+            prompt = random_tokens(random.Random(-1), _WARM_UP_TOKENS)
             await _ttft_s(server, self._model, prompt)
 
     async def one_run(self, prefixes: dict[int, list[int]], recompute_first: bool) -> None:
@@ -233,7 +178,7 @@ class _Bench:
             await self._sample(_RECOMPUTE, self._plain, [])
 
     async def _sample(self, name: str, server: Server, prefix: list[int]) -> None:
-        prompt = prefix + _tokens(self._draws, self._prompt_tokens - len(prefix))
+        prompt = prefix + random_tokens(self._draws, self._prompt_tokens - len(prefix))
         self.ttft_s[name].append(await _ttft_s(server, self._model, prompt))
 
 
@@ -260,43 +205,20 @@ def _counts(stored: Server) -> dict[str, float]:
     return counts
 
 
-def _result(
-    given: argparse.Namespace,
-    started_at: datetime,
-    figures: _Figures,
-    raw: dict[str, Any],
-) -> result.Result:
-    return result.result(
-        "prefix-ttft",
-        seed=given.seed,
-        options={
-            "model": given.size or given.model,
-            "runs": given.runs,
-            "prompt_tokens": given.prompt_tokens,
-            "link_blocks": given.link_blocks,
-            "only": given.only,
-        },
-        started_at=started_at,
-        figures={name: result.figure(*values) for name, values in figures.items()},
-        notes=[
-            "ttft_vs_recompute compares with a server without a store, run by run",
-            "the cached share is whole blocks: "
-            + ", ".join(f"{whole_blocks(given.prompt_tokens, p)} tokens" for p in _SHARES),
-            "ssd_blocks_fraction: of the blocks that lay on SSD only, so many came from there",
-            "the page cache is bypassed where the folder's file system has direct I/O",
-            "Nx: fetches are held back to N times the speed at which fetching the whole prefix "
-            "takes as long as computing it; the prompt has half a block more than the prefix",
-            "cut_vs_best: over the shorter of fetch and compute, run by run; the gate knows the "
-            "link from the prompt before, of which all was fetched",
-            "float32, one OMP thread an engine, one request at a time",
-        ],
-        raw=raw,
-    )
+def _notes(given: argparse.Namespace) -> list[str]:
+    return [
+        "ttft_vs_recompute compares with a server without a store, run by run",
+        "the cached share is whole blocks: "
+        + ", ".join(f"{whole_blocks(given.prompt_tokens, p)} tokens" for p in _SHARES),
+        "ssd_blocks_fraction: of the blocks that lay on SSD only, so many came from there",
+        "the page cache is bypassed where the folder's file system has direct I/O",
+        "float32, one OMP thread an engine, one request at a time",
+    ]
 
 
 def _figures(
     given: argparse.Namespace, ttft_s: dict[str, list[float]], counts: dict[str, float]
-) -> _Figures:
+) -> Samples:
     """Return samples and unit of each figure."""
     recompute_s = ttft_s[_RECOMPUTE]
     figures = {f"ttft_{name}": (samples, "s") for name, samples in ttft_s.items()}
@@ -308,23 +230,4 @@ def _figures(
         whole_blocks(given.prompt_tokens, percent) // _BLOCK_TOKENS for percent in _SHARES
     )
     figures["ssd_blocks_fraction"] = ([counts["promoted_blocks"] / expected], "fraction")
-    return figures
-
-
-def link_figures(samples: _LinkSamples) -> _Figures:
-    """Return samples and unit of each figure of the links, from the samples by link and way."""
-    figures: _Figures = {}
-    for link in dict.fromkeys(link for link, _ in samples):
-        ttft_s = {way: [seconds for seconds, _ in samples[link, way]] for way in _LINK_WAYS}
-        best = [min(pair) for pair in zip(ttft_s["fetch"], ttft_s["compute"], strict=True)]
-        blocks = [float(num_blocks) for _, num_blocks in samples[link, "cut"]]
-        at = f"at_{link:g}x"
-        figures |= {f"ttft_{way}_{at}": (seconds, "s") for way, seconds in ttft_s.items()}
-        figures[f"cut_blocks_fetched_{at}"] = (blocks, "blocks")
-        for name, theirs in (
-            ("best", best),
-            ("fetch", ttft_s["fetch"]),
-            ("compute", ttft_s["compute"]),
-        ):
-            figures[f"cut_vs_{name}_{at}"] = (paired_ratios(ttft_s["cut"], theirs), "ratio")
     return figures

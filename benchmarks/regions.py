@@ -16,14 +16,12 @@ import contextlib
 import tempfile
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from banaserve.base.arguments import Parser, positive
-from banaserve_bench.loadgen.servers import end_on_sigterm
-from banaserve_bench.results import result
+from banaserve.base.arguments import positive
 from banaserve_bench.statistics import percentile
+from benchmarks.measurement import Measurement, parser_of
 from benchmarks.router import engine
 from benchmarks.router.clients import ClientLoad
 from benchmarks.router.faults import account, kill_and_bring_back
@@ -35,6 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"gorgo_v1": {"max_outstanding": engine.SPE
 
 CLIENTS = {"us": 60, "eu": 6, "asia": 6}
 WARM_UP = 60
+_NOTES = [" ".join(part.split()) for part in str(__doc__).split("\n\n")[2:]]
 
 
 async def measure(policy: str, answers: int, seed: int) -> dict[str, float]:
@@ -90,13 +89,11 @@ async def _world(policy: str) -> AsyncIterator[World]:
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark, writing the result after each run; return the exit code."""
-    parser = Parser(prog="python -m benchmarks regions", description=__doc__)
+    parser = parser_of("regions", __doc__)
     parser.add_argument("--runs", type=positive, default=3)
     parser.add_argument("--answers", type=int, default=600)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args(list(argv))
-    end_on_sigterm()
-    started_at, samples = datetime.now(UTC), defaultdict[str, list[float]](list)
+    measurement, samples = Measurement("regions", given), defaultdict[str, list[float]](list)
     for run in range(given.runs):
         for policy in POLICIES:
             for name, value in asyncio.run(measure(policy, given.answers, run)).items():
@@ -104,16 +101,9 @@ def main(argv: Sequence[str]) -> int:
         policy = POLICIES[run % len(POLICIES)]
         for name, value in asyncio.run(outlive(policy, run)).items():
             samples[f"{policy} {name}"].append(value)
-        record = result.result(
-            "regions",
-            seed=0,
-            options={"runs": run + 1, "answers": given.answers, "clients": CLIENTS},
-            started_at=started_at,
-            figures={name: result.figure(each, _unit(name)) for name, each in samples.items()},
-            notes=[" ".join(part.split()) for part in str(__doc__).split("\n\n")[2:]],
-        )
+        figures = {name: (each, _unit(name)) for name, each in samples.items()}
         # After each run, so that a run that ends early leaves the runs before.
-        result.deliver(record, given.json)
+        measurement.deliver(measurement.result(figures, _NOTES))
     return 0
 
 

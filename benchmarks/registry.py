@@ -7,20 +7,13 @@ from banaserve_bench.command import Benchmark
 
 BENCHMARKS = {
     **bench.SUBCOMMANDS,
-    "all": Benchmark("benchmarks.run_all", "What do all of them say, in one report?"),
     "break-even": Benchmark(
         "benchmarks.break_even.command",
         "Under which model, batch, link and limits do moved modules pay more than a switch?",
     ),
-    "cases": Benchmark(
-        "benchmarks.cases", "Do the simulator's cases reach their goals on paced engines?"
-    ),
     "cells": Benchmark(
         "benchmarks.cells.command",
         "What of the control plane grows how with instances, requests and cells?",
-    ),
-    "copies": Benchmark(
-        "benchmarks.copies", "How near do copies of scattered blocks come to memcpy?"
     ),
     "demo": Benchmark("benchmarks.demo", "What does it look like when the load swings?"),
     "elastic": Benchmark(
@@ -43,10 +36,6 @@ BENCHMARKS = {
         "benchmarks.gpu.report", "What does a GPU say to all of it, in one page?"
     ),
     "handover": Benchmark("benchmarks.handover", "What does a request cost that is handed over?"),
-    "handover-moved": Benchmark(
-        "benchmarks.handover_moved",
-        "What is handed over where layers of the prefill instance run beside the decode instance?",
-    ),
     "kernels": Benchmark(
         "benchmarks.kernel_bandwidth.__main__",
         "How near do the kernels come to the GPU's bandwidth?",
@@ -65,14 +54,10 @@ BENCHMARKS = {
     ),
     "network": Benchmark(
         "benchmarks.network.command",
-        "What share of a link between two hosts do KV blocks reach, beside Mooncake Store?",
+        "What share of a link between two hosts do KV blocks reach?",
     ),
     "orchestrator": Benchmark(
         "benchmarks.orchestrator", "How long does a decision take, how fast is the simulator?"
-    ),
-    "overlap": Benchmark(
-        "benchmarks.overlap.command",
-        "How much faster is it when moved layers run at the same time?",
     ),
     "pacing": Benchmark(
         "benchmarks.pacing", "How well do paced engines keep the modelled GPU's time?"
@@ -105,9 +90,6 @@ BENCHMARKS = {
         "benchmarks.served",
         "Are answers those of plain vLLM while modules move, on whatever device this is?",
     ),
-    "short-prompts": Benchmark(
-        "benchmarks.short_prompts", "From how many tokens on does a prefill leg pay?"
-    ),
     "silicon": Benchmark(
         "benchmarks.silicon",
         "How wrong are simulated latencies, beside those of a real run on a GPU?",
@@ -123,9 +105,7 @@ BENCHMARKS = {
         "benchmarks.simulate_seeds.command",
         "What does the simulator say of the tables of SkyWalker, GORGO and Preble?",
     ),
-    "stall": Benchmark("benchmarks.stall", "Does a very long prompt stall the streams of others?"),
     "timeline": Benchmark(
         "benchmarks.timeline", "How much of a request's latency do its spans account for?"
     ),
-    "ui": Benchmark("benchmarks.ui", "What does the page cost, and what do streams feel of it?"),
 }

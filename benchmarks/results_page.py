@@ -19,14 +19,10 @@ from typing import NamedTuple
 
 from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
-from banaserve.base.figure_text import row
-from banaserve_bench.report import drawing, tables
-from banaserve_bench.report.report import result_files, write_report
-from banaserve_bench.report.section import section_of
+from banaserve_bench.report import plots, tables
+from banaserve_bench.report.report import result_files, section_of, write_report
 from banaserve_bench.results import result
-from banaserve_bench.results.result import Figure, Result
-from banaserve_bench.statistics import spread_fraction
-from banaserve_bench.units import scaled
+from banaserve_bench.results.result import Result
 from benchmarks.break_even import page as break_even
 from benchmarks.location import ROOT
 from benchmarks.measured_code import MEASURED, History
@@ -85,7 +81,7 @@ def build(out: Path) -> Path:
     Raises:
         UserError: matplotlib is missing, there is no result, or a file is not one.
     """
-    if not drawing.is_possible():
+    if not plots.is_possible():
         raise UserError("the package matplotlib is missing: pip install matplotlib")
     for path in result_files(RESULTS):
         copy = out / "results" / path.relative_to(RESULTS)
@@ -171,7 +167,7 @@ def page(folder: Path, stale_paths: Collection[Path] | None = ()) -> str:
     parts = [
         f"# Results\n\nBuilt by `{COMMAND}` from the files of\n`benchmarks/results/`. One section "
         "a result. Figures are medians over the runs, with the smallest\nand largest run and the "
-        "spread (largest less smallest, over the median). `benchmarks/README.md`\nsays what each "
+        "mean with its 95% interval (Student's t). `benchmarks/README.md`\nsays what each "
         "figure means and what this system loses, `benchmarks/LOG.md` what did not work.\nWhere a "
         "machine has no GPU, nothing was measured on one.\n\nA result is stale where a statement "
         "of the code that it measures has changed since\n(`benchmarks/measured_code.py` says which "
@@ -259,8 +255,7 @@ def _figures(path: Path, record: Result) -> str:
         return f"{len(record.figures)} figures, in tables of their own: [{own}](results/{own})."
     if "systems" in record.raw:
         section = section_of(record)
-        parts = ["\n".join(f"- {sentence}" for sentence in section.answer)]
-        parts += [tables.as_markdown(section.table), section.table_note]
+        parts = [tables.as_markdown(section.table), section.table_note]
         if path.parent != Path():
             report = path.with_name(COMPARED_NAME)
             parts.append(f"With plots and latencies: [{report}](results/{report}).")
@@ -275,20 +270,10 @@ def _figures(path: Path, record: Result) -> str:
         }
         if not shown:
             raise UserError(f"{path} has too many figures: choose some in {Path(__file__).name}")
-    table = [["figure", "median", "min", "max", "spread", "runs", "unit"]]
-    table += [_row(name, one) for name, one in shown.items()]
     left = len(record.figures) - len(shown)
     rest = f"\n\n{left} more figures are in the file." if left else ""
     rest += f"\n\nOn a page of its own: [{own}](results/{own})." if own else ""
-    return tables.as_markdown(table) + rest
-
-
-def _row(name: str, one: Figure) -> list[str]:
-    spread = spread_fraction(one.samples)
-    factor, unit = scaled(one.samples, one.unit)
-    numbers = row([value * factor for value in (one.median, one.min, one.max)])
-    width = "-" if len(one.samples) < 2 or spread == float("inf") else f"{spread:.0%}"
-    return [name, *numbers, width, str(len(one.samples)), unit]
+    return tables.as_markdown(tables.figure_table(shown)) + rest
 
 
 def _options(record: Result) -> str:

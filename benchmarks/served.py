@@ -8,20 +8,16 @@ model, one of random weights is made.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import random
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from pathlib import Path
 
 from rich.progress import Progress
 
-from banaserve.base import models
-from banaserve.base.arguments import Parser, positive
+from banaserve.base.arguments import positive
 from banaserve.base.errors import UserError
 from banaserve.base.run_dir import find_admin
 from banaserve.contracts.migration_api import (
@@ -40,38 +36,15 @@ from banaserve_bench.loadgen.servers import (
     SHARES_GPU,
     Server,
     banaserve_server,
-    end_on_sigterm,
     log_folder,
     vllm_server,
 )
 from banaserve_bench.results import result
 from banaserve_bench.statistics import median
-from benchmarks.random_model import SIZES, make_model
+from benchmarks.measurement import Measurement, Samples, model_of, parser_of
+from benchmarks.random_model import SIZES, random_weights
 
 _NAME = "m"
-_MOVE_AFTER_TOKENS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class ServedOptions:
-    """Model, requests and memory of the measurement.
-
-    Attributes:
-        model: Folder or name; empty for random weights of ``size``.
-        on_gpu: True if both instances share the first GPU.
-        stall_s: Silence after which a guest is given up, in seconds; 0 for banaserve's default.
-    """
-
-    model: str
-    size: str
-    dtype: str
-    prompts: int
-    prompt_tokens: int
-    output_tokens: int
-    stream_tokens: int
-    kv_bytes: int
-    on_gpu: bool
-    stall_s: float
 
 
 @dataclass
@@ -96,9 +69,8 @@ class Seen:
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and write the result; return 1 if an answer in float32 differs."""
-    parser = Parser(prog="python -m benchmarks served", description=__doc__)
+    parser = parser_of("served", __doc__)
     add = parser.add_argument
-    add("--json", type=Path, help="write the result there")
     add("--model", default="", help="folder or name; random weights without it")
     add("--size", choices=sorted(SIZES), default="tiny", help="of random weights")
     add("--dtype", default="", help="float32 on a CPU and bfloat16 on a GPU without it")
@@ -109,27 +81,18 @@ def main(argv: Sequence[str]) -> int:
     add("--kv-mib", type=positive, default=256, help="KV cache of each instance")
     add("--migration-stall", type=float, default=0.0, metavar="S", help="0: banaserve's default")
     given = parser.parse_args(list(argv))
-    end_on_sigterm()
-    on_gpu = result.machine().gpu is not None
-    options = ServedOptions(
-        given.model,
-        given.size,
-        given.dtype or ("bfloat16" if on_gpu else "float32"),
-        given.prompts,
-        given.prompt_tokens,
-        given.output_tokens,
-        given.stream_tokens,
-        given.kv_mib << 20,
-        on_gpu,
-        given.migration_stall,
-    )
-    record = asyncio.run(_measure(options, datetime.now(UTC)))
-    result.deliver(record, given.json)
+    given.on_gpu = result.machine().gpu is not None
+    given.dtype = given.dtype or ("bfloat16" if given.on_gpu else "float32")
+    measurement = Measurement("served", given)
+    plain, seen = asyncio.run(_measure(given))
+    record = measurement.result(_figures(plain, seen), _notes(seen))
+    measurement.deliver(record)
     equal = [f.min for name, f in record.figures.items() if name.startswith("equal_")]
-    return 0 if options.dtype != "float32" or min(equal) == 1.0 else 1
+    return 0 if given.dtype != "float32" or min(equal) == 1.0 else 1
 
 
-async def _measure(options: ServedOptions, started_at: datetime) -> result.Result:
+async def _measure(options: argparse.Namespace) -> tuple[Seen, Seen]:
+    """Return what vLLM's own server answered, and what ours did."""
     environment = _ON_GPU if options.on_gpu else {}
     with _model(options) as (path, shape), Progress(transient=True) as progress:
         orders = list(_orders(shape))
@@ -139,7 +102,7 @@ async def _measure(options: ServedOptions, started_at: datetime) -> result.Resul
             progress.update(task, advance=1, description=what)
 
         same = (
-            *("--dtype", options.dtype, "--kv-cache-memory-bytes", str(options.kv_bytes)),
+            *("--dtype", options.dtype, "--kv-cache-memory-bytes", str(options.kv_mib << 20)),
             *("--max-model-len", "2048", "--enforce-eager"),
             *(SHARES_GPU if options.on_gpu else ()),
         )
@@ -153,12 +116,16 @@ async def _measure(options: ServedOptions, started_at: datetime) -> result.Resul
             run_dir = folder / "run"
             shared = ("--devices", "0;0") if options.on_gpu else ()
             ours = ("--pd", "1:1", "--served-model-name", _NAME, "--run-dir", str(run_dir))
-            stall = ("--migration-stall", str(options.stall_s)) if options.stall_s else ()
+            stall = (
+                ("--migration-stall", str(options.migration_stall))
+                if options.migration_stall
+                else ()
+            )
             given = (*ours, "--migration", "on", *stall, *shared, *same)
             with banaserve_server(path, *given, environment=environment) as server:
                 admin = AdminClient(*find_admin(run_dir))
                 seen = await _serve(server, admin, options, shape, orders, tell)
-    return _result(options, started_at, plain, seen)
+    return plain, seen
 
 
 _ON_GPU = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_KV_CACHE_LAYOUT": "LBHNC"}
@@ -168,7 +135,7 @@ _ON_GPU = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_KV_CACHE_LAYOUT": "LBHNC"}
 async def _serve(
     server: Server,
     admin: AdminClient,
-    options: ServedOptions,
+    options: argparse.Namespace,
     shape: Shape,
     orders: Sequence[MigrationRequest],
     tell: Callable[[str], None],
@@ -241,17 +208,14 @@ def _orders(shape: Shape) -> Iterator[MigrationRequest]:
 
 
 @contextmanager
-def _model(options: ServedOptions) -> Iterator[tuple[str, Shape]]:
+def _model(options: argparse.Namespace) -> Iterator[tuple[str, Shape]]:
     """Yield a folder with the model, and its shape; random weights are removed afterwards."""
     from transformers import AutoConfig
 
-    scratch = tempfile.mkdtemp(prefix="random-model-") if not options.model else ""
-    try:
-        if options.model:
-            found = models.resolve(options.model, None, lambda line: print(line, flush=True))
-            path = found.path_or_id
-        else:
-            path = make_model(options.size, Path(scratch), options.dtype)
+    weights: AbstractContextManager[str] = random_weights(options.size, options.dtype)
+    if options.model:
+        weights = nullcontext(model_of(options.model).path_or_id)
+    with weights as path:
         config = AutoConfig.from_pretrained(path)
         experts = ("num_experts", "num_local_experts", "n_routed_experts")
         yield (
@@ -263,12 +227,9 @@ def _model(options: ServedOptions) -> Iterator[tuple[str, Shape]]:
                 config.vocab_size,
             ),
         )
-    finally:
-        if scratch:
-            shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _prompts(options: ServedOptions, shape: Shape, count: int, seed: int) -> list[list[int]]:
+def _prompts(options: argparse.Namespace, shape: Shape, count: int, seed: int) -> list[list[int]]:
     """Return prompts of lengths from some tokens to the longest; no two begin alike."""
     draw = random.Random(seed)
     lengths = [max(5, options.prompt_tokens * n // count) for n in range(1, count + 1)]
@@ -276,19 +237,18 @@ def _prompts(options: ServedOptions, shape: Shape, count: int, seed: int) -> lis
     return [draw.choices(range(100, last), k=length) for length in lengths]
 
 
-def _calls(options: ServedOptions, shape: Shape) -> list[CompletionCall]:
+def _calls(options: argparse.Namespace, shape: Shape) -> list[CompletionCall]:
     prompts = _prompts(options, shape, options.prompts, 1)
-    return [_call(str(n), one, options.output_tokens) for n, one in enumerate(prompts)]
+    return _exact(prompts, options.output_tokens)
 
 
-def _streams(options: ServedOptions, shape: Shape) -> list[CompletionCall]:
+def _streams(options: argparse.Namespace, shape: Shape) -> list[CompletionCall]:
     prompts = _prompts(options, shape, 3, 2)
-    return [_call(str(n), one, options.stream_tokens) for n, one in enumerate(prompts)]
+    return _exact(prompts, options.stream_tokens)
 
 
-def _call(name: str, prompt: list[int], num_tokens: int) -> CompletionCall:
-    extra: Mapping[str, object] = {"ignore_eos": True}
-    return CompletionCall(name, prompt=prompt, max_tokens=num_tokens, extra=extra)
+def _exact(prompts: Sequence[list[int]], num_tokens: int) -> list[CompletionCall]:
+    return [CompletionCall.exact(str(n), one, num_tokens) for n, one in enumerate(prompts)]
 
 
 async def _together(client: OpenAiClient, calls: Sequence[CompletionCall]) -> list[RequestRecord]:
@@ -315,38 +275,35 @@ def _ttfts(records: Sequence[RequestRecord]) -> list[float]:
     return [one.first_token_at_s - one.sent_at_s for one in records if one.first_token_at_s]
 
 
-def _result(options: ServedOptions, started_at: datetime, plain: Seen, ours: Seen) -> result.Result:
+def _figures(plain: Seen, ours: Seen) -> Samples:
     for why in _failures({"plain vLLM": (*plain.alone, *plain.streams[""])}):
         raise UserError(why)
-    figures = {
-        "equal_handed_over": result.figure([_equal(ours.alone, plain.alone)], "fraction"),
-        "equal_from_store": result.figure([_equal(ours.again, plain.alone)], "fraction"),
-        "ttft_vllm": result.figure([median(_ttfts(plain.alone))], "s"),
-        "ttft": result.figure([median(_ttfts(ours.alone))], "s"),
-        "ttft_from_store": result.figure([median(_ttfts(ours.again))], "s"),
+    figures: Samples = {
+        "equal_handed_over": ([_equal(ours.alone, plain.alone)], "fraction"),
+        "equal_from_store": ([_equal(ours.again, plain.alone)], "fraction"),
+        "ttft_vllm": ([median(_ttfts(plain.alone))], "s"),
+        "ttft": ([median(_ttfts(ours.alone))], "s"),
+        "ttft_from_store": ([median(_ttfts(ours.again))], "s"),
     }
     for kind, streams in ours.streams.items():
         equal = _equal(streams, plain.streams[""])
-        figures[f"equal_{kind}"] = result.figure([equal], "fraction")
+        figures[f"equal_{kind}"] = ([equal], "fraction")
     for kind, (there, home) in ours.moves.items():
-        figures[f"{kind}_s"] = result.figure([_seconds(there)], "s")
-        figures[f"{kind}_stall"] = result.figure([_fact(there, "stall_s")], "s")
-        figures[f"{kind}_stall_home"] = result.figure([_fact(home, "stall_s")], "s")
+        figures[f"{kind}_s"] = ([_seconds(there)], "s")
+        figures[f"{kind}_stall"] = ([_fact(there, "stall_s")], "s")
+        figures[f"{kind}_stall_home"] = ([_fact(home, "stall_s")], "s")
         copied = _fact(there, "precopy_bytes") + _fact(there, "commit_bytes")
-        figures[f"{kind}_kv"] = result.figure([copied], "B")
-        figures[f"{kind}_weights"] = result.figure([_fact(there, "weight_bytes")], "B")
-    return result.result(
-        "served",
-        seed=1,
-        options={name: getattr(options, name) for name in ServedOptions.__slots__},
-        started_at=started_at,
-        figures=figures,
-        notes=(
-            *(f"{kind} did not leave and come home: {why}" for kind, why in ours.failed.items()),
-            *_failures({"handed over": ours.alone, "from the store": ours.again, **ours.streams}),
-            "one prompt at a time, so that both servers compute the same batches; streams together",
-            "in bfloat16 a batch may round otherwise, and near ties of tokens fall otherwise",
-        ),
+        figures[f"{kind}_kv"] = ([copied], "B")
+        figures[f"{kind}_weights"] = ([_fact(there, "weight_bytes")], "B")
+    return figures
+
+
+def _notes(ours: Seen) -> tuple[str, ...]:
+    return (
+        *(f"{kind} did not leave and come home: {why}" for kind, why in ours.failed.items()),
+        *_failures({"handed over": ours.alone, "from the store": ours.again, **ours.streams}),
+        "one prompt at a time, so that both servers compute the same batches; streams together",
+        "in bfloat16 a batch may round otherwise, and near ties of tokens fall otherwise",
     )
 
 

@@ -13,31 +13,35 @@ import asyncio
 import random
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import NamedTuple
 
 import httpx
-from rich.console import Console
 from rich.progress import Progress
 
 from banaserve.base import models
-from banaserve.base.arguments import Parser, positive
+from banaserve.base.arguments import positive
 from banaserve.serving.tracing.spans import SpanName
-from banaserve_bench.loadgen.servers import banaserve_server, end_on_sigterm
-from banaserve_bench.results import result
+from banaserve_bench.loadgen.servers import banaserve_server
 from banaserve_bench.statistics import median
 from benchmarks.drivers.otlp_receiver import OtlpReceiver, ReceivedSpan
+from benchmarks.measurement import Measurement, Samples, model_of, parser_of, random_tokens
 
 _OF_REQUEST = (
     *(SpanName.RECEIVE, SpanName.PREPARE, SpanName.ROUTE, SpanName.WAIT, SpanName.QUEUE),
     *(SpanName.PREFILL, SpanName.HAND_OVER, SpanName.DECODE, SpanName.RESPOND),
 )
 _SERVE = ("--pd", "1:1", "--dtype", "float32", "--kv-cache-memory-bytes", str(512 << 20))
-_FIRST_TOKEN, _LAST_TOKEN = 100, 40_000
 _SERVER_KIND = 2
 _WARM_UP = 4
 _WITHIN = 0.02
+_NOTES = (
+    "a sample is a request, not a run",
+    "accounted: seconds of the parts that follow each other over the latency at the "
+    "client, from sending the request to the last byte of its stream; spans below them do "
+    "not count; unaccounted: the difference",
+    "server: the server's own span over that latency",
+    "complete: both engines told what they had noted; spans_lost: failed or dropped",
+)
 
 
 class TimelineSample(NamedTuple):
@@ -68,9 +72,8 @@ class TimelineSample(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Run it, print the figure and write the result; return 1 if the spans miss the 2% goal."""
-    parser = Parser(prog="python -m benchmarks timeline", description=__doc__)
+    parser = parser_of("timeline", __doc__)
     add = parser.add_argument
-    add("--json", type=Path, help="write the result there")
     add("--model", default=models.PACKAGED)
     add("--requests", type=positive, default=200)
     add("--at-once", type=positive, default=2, help="requests under way")
@@ -78,11 +81,10 @@ def main(argv: Sequence[str]) -> int:
     add("--output-tokens", type=positive, nargs=2, default=[8, 24], metavar="N")
     add("--seed", type=int, default=0)
     given = parser.parse_args(list(argv))
-    end_on_sigterm()
-    samples, record = asyncio.run(_measure(given, datetime.now(UTC)))
-    if given.json is not None:
-        result.write(record, given.json)
-    Console().print(result.table(record))
+    measurement = Measurement("timeline", given)
+    samples, dropped = asyncio.run(_measure(given))
+    record = measurement.result(_figures(samples, dropped), _NOTES)
+    measurement.deliver(record)
     print(_words(samples))
     return 0 if abs(1 - record.figures["accounted"].median) <= _WITHIN else 1
 
@@ -100,11 +102,10 @@ def _words(samples: Sequence[TimelineSample]) -> str:
     )
 
 
-async def _measure(
-    given: argparse.Namespace, started_at: datetime
-) -> tuple[list[TimelineSample], result.Result]:
+async def _measure(given: argparse.Namespace) -> tuple[list[TimelineSample], float]:
+    """Return the samples, and the number of spans that were lost."""
     draws, samples = random.Random(given.seed), []
-    name = models.resolve(given.model, None, lambda line: print(line, flush=True)).served_name
+    name = model_of(given.model).served_name
     receiver = OtlpReceiver()
     try:
         with (
@@ -135,7 +136,7 @@ async def _measure(
             )
     finally:
         receiver.stop()
-    return samples, _result(given, started_at, samples, dropped)
+    return samples, dropped
 
 
 async def _ask(
@@ -143,9 +144,7 @@ async def _ask(
 ) -> tuple[str, float]:
     """Stream one request; return the id of its trace and its latency in seconds."""
     trace_id = f"{draws.getrandbits(128) | 1:032x}"
-    prompt = [
-        draws.randint(_FIRST_TOKEN, _LAST_TOKEN) for _ in range(draws.randint(*given.prompt_tokens))
-    ]
+    prompt = random_tokens(draws, draws.randint(*given.prompt_tokens))
     body = {
         "model": model,
         "prompt": prompt,
@@ -180,45 +179,21 @@ def _is_request(span: ReceivedSpan) -> bool:
     return "gen_ai.operation.name" in span.attributes
 
 
-def _result(
-    given: argparse.Namespace,
-    started_at: datetime,
-    samples: Sequence[TimelineSample],
-    dropped: float,
-) -> result.Result:
-    figures = {
-        "accounted": result.figure([one.accounted for one in samples], "ratio"),
-        "latency": result.figure([one.latency_s for one in samples], "s"),
-        "unaccounted": result.figure([one.unaccounted_s for one in samples], "s"),
-        "within_2_percent": result.figure(
-            [float(abs(1 - one.accounted) <= _WITHIN) for one in samples], "ratio"
+def _figures(samples: Sequence[TimelineSample], dropped: float) -> Samples:
+    figures: Samples = {
+        "accounted": ([one.accounted for one in samples], "ratio"),
+        "latency": ([one.latency_s for one in samples], "s"),
+        "unaccounted": ([one.unaccounted_s for one in samples], "s"),
+        "within_2_percent": (
+            [float(abs(1 - one.accounted) <= _WITHIN) for one in samples],
+            "ratio",
         ),
-        "server": result.figure([one.server_s / one.latency_s for one in samples], "ratio"),
-        "complete": result.figure([float(one.is_complete) for one in samples], "ratio"),
-        "spans_lost": result.figure([dropped], "spans"),
+        "server": ([one.server_s / one.latency_s for one in samples], "ratio"),
+        "complete": ([float(one.is_complete) for one in samples], "ratio"),
+        "spans_lost": ([dropped], "spans"),
     }
     for name in _OF_REQUEST:
         took = [one.parts_s[name] for one in samples if name in one.parts_s]
         if took:
-            figures[f"part.{name.replace(' ', '_')}"] = result.figure(took, "s")
-    return result.result(
-        "timeline",
-        seed=given.seed,
-        options={
-            "model": given.model,
-            "requests": len(samples),
-            "at_once": given.at_once,
-            "prompt_tokens": list(given.prompt_tokens),
-            "output_tokens": list(given.output_tokens),
-        },
-        started_at=started_at,
-        figures=figures,
-        notes=[
-            "a sample is a request, not a run",
-            "accounted: seconds of the parts that follow each other over the latency at the "
-            "client, from sending the request to the last byte of its stream; spans below them do "
-            "not count; unaccounted: the difference",
-            "server: the server's own span over that latency",
-            "complete: both engines told what they had noted; spans_lost: failed or dropped",
-        ],
-    )
+            figures[f"part.{name.replace(' ', '_')}"] = (took, "s")
+    return figures

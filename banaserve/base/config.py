@@ -29,10 +29,11 @@ from banaserve.base.orchestrator_config import SLO_AWARE, OrchestratorConfig
 from banaserve.base.types import InstanceId, Role
 
 DEFAULT_SKIP_PREFILL_BELOW_TOKENS = 16
-"""Number of uncached tokens up to which a prompt gets no prefill leg, from ``bench short-prompts``.
+"""Number of uncached tokens up to which a prompt gets no prefill leg.
 
-At 8 and 16 tokens, one leg and two differ by less than their spread; at 32, the streams of a decode
-instance stall for 0.22 s with one leg and for 0.13 s with two."""
+Measured (``benchmarks/log/handover-cpu-cost.md``): at 8 and 16 tokens, one leg and two differ by
+less than their spread; at 32, the streams of a decode instance stall for 0.22 s with one leg and
+for 0.13 s with two."""
 SCHEDULERS = ("vllm", "preble")
 MINIATURE = "miniature"
 """Name of the model that runs in place of a modelled one."""

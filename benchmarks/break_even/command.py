@@ -11,30 +11,25 @@ simulator's part from the committed result.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
-from banaserve.base.arguments import Parser
 from banaserve.orchestrator.control.costs import profile as profiles
-from banaserve_bench.results import result
-from banaserve_bench.results.result import Figure, figure
 from benchmarks.break_even.gains import PROFILES
 from benchmarks.break_even.simulated import WORTH_IT, Compared, compared, questions
+from benchmarks.measurement import Measurement, Samples, parser_of
 from benchmarks.workers import workers
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the comparisons; return the exit code."""
-    parser = Parser(prog="python -m benchmarks break-even", description=__doc__)
+    parser = parser_of("break-even", __doc__)
     parser.add_argument("--sizes", default="2,4", help="numbers of instances")
     parser.add_argument("--links", default="12.5,50,450", help="GB/s, of the smallest size alone")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args(list(argv))
-    started_at, console = datetime.now(UTC), Console(width=200)
+    measurement, console = Measurement("break-even", given), Console(width=200)
     sizes = [int(one) for one in given.sizes.split(",")]
     links = [1e9 * float(one) for one in given.links.split(",")]
     asked = list(questions(sizes[:1], links))
@@ -52,28 +47,18 @@ def main(argv: Sequence[str]) -> int:
                 f"{number}/{len(asked)} {one.question.name}, {one.rate_per_s:.1f} requests/s: "
                 f"{best:.3f} {one.gain:+.3f}"
             )
-    record = result.result(
-        "break-even",
-        seed=0,
-        options={"sizes": sizes, "links": links},
-        started_at=started_at,
-        figures=figures(found),
-        notes=[str(__doc__)],
-        raw={one.question.name: msgspec.to_builtins(one) for one in found},
-    )
-    console.print(result.table(record))
-    if given.json is not None:
-        result.write(record, given.json)
+    raw = {one.question.name: msgspec.to_builtins(one) for one in found}
+    measurement.deliver(measurement.result(figures(found), [str(__doc__)], raw=raw))
     return 0
 
 
-def figures(found: Sequence[Compared]) -> dict[str, Figure]:
+def figures(found: Sequence[Compared]) -> Samples:
     """Return goodput gains of modules away over the best with all modules at home, by profile."""
-    shown: dict[str, Figure] = {}
+    shown: Samples = {}
     for name in dict.fromkeys(one.question.profile for one in found):
         own = [one for one in found if one.question.profile == name]
         gains = [one.gain for one in own]
-        shown[f"gain.{name}"] = figure(gains, "fraction")
+        shown[f"gain.{name}"] = gains, "fraction"
         worth_it = sum(gain > WORTH_IT for gain in gains)
-        shown[f"worth_it.{name}"] = figure([worth_it / len(gains)], "fraction")
+        shown[f"worth_it.{name}"] = [worth_it / len(gains)], "fraction"
     return shown

@@ -14,7 +14,6 @@ from banaserve.base.types import InstanceId, Module
 from banaserve.orchestrator.control.costs import modules as costs
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.orchestrator.control.model.learnt_time import StepWork
-from banaserve.orchestrator.control.model.moving import migration_s
 from banaserve.orchestrator.control.projection import slabs
 from banaserve.orchestrator.planner.candidates.modules import has_room, net_relief, step_time_s
 from banaserve.orchestrator.planner.candidates.planning import Ledger
@@ -62,14 +61,12 @@ class ModuleGain(NamedTuple):
         share: Share of the layers or heads that leave.
         speed: Gain in tokens a second with the same batch; below 0 it is a loss.
         room: Gain if requests wait for KV memory, so that the batch grows with the freed memory.
-        copy_s: Time of the copy, in seconds.
     """
 
     kind: str
     share: float
     speed: float
     room: float
-    copy_s: float
 
 
 def points(profile: Profile) -> Iterator[Point]:
@@ -123,13 +120,11 @@ def _gain(profile: Profile, kind: str, share: float, point: Point) -> ModuleGain
     if not has_room(ledger, _GUEST, 0.0):
         return None
     room = ledger.blocks(_HOST) / before
-    used = point.batch * point.context / facts.block_tokens
     return ModuleGain(
         kind,
         share,
         _speed(profile, module, point, 1.0),
         _speed(profile, module, point, room),
-        migration_s(slabs.moved_bytes(facts, module, used, False), profile.link),
     )
 
 
@@ -154,8 +149,7 @@ def older_gain(profile: Profile, point: Point) -> ModuleGain:
     relief = _WORN * costs.attention_fraction(profile, point.work)
     hop_s = _older_hop_s(profile, profile.model.num_layers, point.batch)
     speed = 1 / (1 - relief + hop_s / step_s) - 1
-    num_bytes = point.batch * point.context * profile.model.token_bytes
-    return ModuleGain("older blocks", 1.0, speed, speed, migration_s(num_bytes, profile.link))
+    return ModuleGain("older blocks", 1.0, speed, speed)
 
 
 def gains(profile: Profile, point: Point) -> list[ModuleGain]:
@@ -213,28 +207,18 @@ class SwitchGain(NamedTuple):
         step_s: Decode step without prompt tokens, in seconds.
         mixed_step_s: Decode step with the smallest chunk beside the decoding requests, in seconds:
             no lower limit on time per output token can be kept.
-        chunk_loss: Fraction by which prompts are slower in such chunks than in chunks of 2,048
-            tokens.
     """
 
     speed: float
     step_s: float
     mixed_step_s: float
-    chunk_loss: float
 
 
 def switch_gain(profile: Profile, point: Point) -> SwitchGain:
     """Return the gain if the idle share decodes requests of its own."""
     own = point.work
     small = StepWork(CHUNK, CHUNK**2, own.decode_requests, own.context_tokens)
-    step_s = step_time_s(profile, StepWork(CHUNK, CHUNK**2)) / CHUNK
-    large_s = step_time_s(profile, StepWork(2048, 2048**2)) / 2048
-    return SwitchGain(
-        IDLE_FRACTION,
-        step_time_s(profile, own),
-        step_time_s(profile, small),
-        1 - large_s / step_s,
-    )
+    return SwitchGain(IDLE_FRACTION, step_time_s(profile, own), step_time_s(profile, small))
 
 
 def _older_hop_s(profile: Profile, num_layers: int, tokens: int) -> float:

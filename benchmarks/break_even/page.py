@@ -9,6 +9,7 @@ import msgspec
 
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.costs.profile import Profile
+from banaserve_bench.report.tables import as_markdown
 from banaserve_bench.results.result import Result
 from benchmarks.break_even.gains import (
     LINKS_BYTES_PER_S,
@@ -130,7 +131,4 @@ def _bandwidth(bytes_per_s: float | None) -> str:
 
 
 def _table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    yield "| " + " | ".join(heading) + " |"
-    yield "| " + " | ".join("---" for _ in heading) + " |"
-    for row in rows:
-        yield "| " + " | ".join(row) + " |"
+    yield as_markdown([list(heading), *map(list, rows)])

@@ -17,21 +17,21 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from banaserve.base.arguments import Parser, positive
+from banaserve.base.arguments import positive
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs.profile import load as load_profile
-from banaserve_bench.results import result
+from banaserve_bench.results.result import Result
 from banaserve_route.sim.cells_load import CellsLoad
 from banaserve_route.sim.cells_world import CellsSetting, CellsWorld
 from banaserve_route.sim.round_trips import FIVE_REGIONS, read_round_trips
 from benchmarks.cells import growth
+from benchmarks.measurement import Measurement, parser_of
 
 _PROFILE = "opt-13b-a100"
 _ROUND_TRIPS = Path("rtt/skyplane_rtt_ms.csv.zst")
@@ -57,44 +57,31 @@ def main(argv: Sequence[str]) -> int:
     given = _parse(argv)
     setting = _setting(given)
     profile = load_profile(_PROFILE)
-    started_at = datetime.now(UTC)
+    measurement = Measurement("cells", given)
     samples: dict[str, list[float]] = defaultdict(list)
     raw: dict[str, Any] = {"simulations": []}
 
-    def record() -> result.Result:
-        return result.result(
-            "cells",
-            seed=given.seed,
-            options={name: _plain(value) for name, value in vars(given).items() if name != "json"},
-            started_at=started_at,
-            figures={name: result.figure(found, _unit(name)) for name, found in samples.items()},
-            notes=_NOTES,
-            raw=raw,
-        )
-
-    def keep() -> None:
-        # After each part, so that a run that ends early leaves the parts before.
-        if given.json is not None:
-            result.write(record(), given.json)
+    def record() -> Result:
+        figures = {name: (found, _unit(name)) for name, found in samples.items()}
+        return measurement.result(figures, _NOTES, raw=raw)
 
     with Progress(transient=True, console=Console(stderr=True)) as progress:
         # The memory of an instance is measured while the process is still small.
         for run in range(given.sim_runs):
             shown = _shown(progress, setting)
             raw["simulations"].append(_simulate(setting, profile, given.seed + run, samples, shown))
-            keep()
+            measurement.keep(record())
         task = progress.add_task("decisions", total=given.runs * _num_growths())
         for run in range(given.runs):
             _time_decisions(given.seed + run, samples, lambda: progress.advance(task))
-            keep()
-    result.deliver(record(), given.json)
+            measurement.keep(record())
+    measurement.deliver(record())
     return 0
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(prog="python -m benchmarks cells", description=__doc__)
+    parser = parser_of("cells", __doc__)
     add = parser.add_argument
-    add("--json", type=Path, help="write the result there")
     add("--runs", type=int, default=5, help="of the decisions, each over other loads")
     add("--sim-runs", type=int, default=1, help="of the simulation, each with its own seed")
     add("--instances", type=positive, default=10_000, help="in all regions")
@@ -249,7 +236,3 @@ def _unit(name: str) -> str:
     if name.endswith(("_fraction", "_s")):
         return "s" if name.endswith("_s") else "fraction"
     return "count"
-
-
-def _plain(value: object) -> object:
-    return str(value) if isinstance(value, Path) else value

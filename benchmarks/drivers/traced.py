@@ -1,6 +1,6 @@
 """Engine that traces its transfers and gets its orders over stdin.
 
-For ``bench pipeline`` and ``bench prefix-ttft``. Usage: ``python -m benchmarks.drivers.traced MODEL
+For ``bench pipeline``. Usage: ``python -m benchmarks.drivers.traced MODEL
 SOCKET``. Each line of stdin is a JSON object:
 
 - ``prompt``: token ids;
@@ -10,20 +10,19 @@ SOCKET``. Each line of stdin is a JSON object:
 - any of ``CopyOptions`` of ``traced_connector``.
 
 Each answer is a line of JSON: first facts about the engine, then for each prompt the trace of the
-step that computed it, the seconds to its first token, and that token.
+step that computed it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
-import time
 from typing import Any
 
 from banaserve.contracts.environment import set_environment
 from banaserve.kvstore.gate.cost_gate import FetchPredictor
-from benchmarks.drivers.answers import say, take_stdout
 
 _MAX_TOKENS = 4096
 
@@ -31,7 +30,8 @@ _MAX_TOKENS = 4096
 def main() -> int:
     """Answer orders line by line until stdin ends; return the exit code."""
     model, socket = sys.argv[1:]
-    replies = take_stdout()
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what vLLM prints is no answer
     set_environment()
     from banaserve.engine.compat.kv_connector import get_kv_transfer_group
     from banaserve.engine.compat.offline import LLM, SamplingParams, scheduler_connector
@@ -41,12 +41,12 @@ def main() -> int:
     connector: Any = get_kv_transfer_group()
     gate = scheduler_connector(engine.llm_engine).gate
     kind = connector.fingerprint
-    say(
-        replies,
-        block_size=kind.block_size_tokens,
-        num_layers=kind.num_layers,
-        page_bytes=kind.page_bytes,
-    )
+    greeting = {
+        "block_size": kind.block_size_tokens,
+        "num_layers": kind.num_layers,
+        "page_bytes": kind.page_bytes,
+    }
+    print(json.dumps(greeting), file=replies, flush=True)
     for line in sys.stdin:
         told = json.loads(line)
         prompt: Any = {"prompt_token_ids": told.pop("prompt")}
@@ -59,11 +59,9 @@ def main() -> int:
         )
         connector.worker.options = CopyOptions(**told)
         connector.worker.traces.clear()
-        began_s = time.perf_counter()
-        (answer,) = engine.generate([prompt], one_token, use_tqdm=False)
-        ttft_s = time.perf_counter() - began_s
+        engine.generate([prompt], one_token, use_tqdm=False)
         steps = [dataclasses.asdict(step) for step in connector.worker.traces]
-        say(replies, steps=steps, ttft_s=ttft_s, token=answer.outputs[0].token_ids[0])
+        print(json.dumps({"steps": steps}), file=replies, flush=True)
     return 0
 
 

@@ -2,15 +2,18 @@
 
 ``python -m benchmarks gpu-report``. Whether the libraries load, plain vLLM beside transformers,
 answers of ``--pd 1:1`` on one GPU beside those of plain vLLM while modules move, the tests that
-need a GPU, the kernels beside its bandwidth, copies, and how much of the store's transfers hides
-behind computing: each in a process of its own, with its share of the time. A further call runs what
-the last one has not run, then what failed.
+need a GPU, the kernels beside its bandwidth, and how much of the store's transfers hides behind
+computing: each in a process of its own, with its share of the time. A further call runs what the
+last one has not run, then what failed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
+import subprocess
 import tarfile
 import time
 from collections.abc import Mapping, Sequence
@@ -21,20 +24,20 @@ import msgspec
 from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
 from banaserve.base.names import check_known
-from banaserve_bench.loadgen.servers import LOGS_VARIABLE, end_on_sigterm
+from banaserve_bench.loadgen.servers import LOGS_VARIABLE, end_on_sigterm, end_with_parent
 from banaserve_bench.report.report import write_report
 from benchmarks.gpu import device
 from benchmarks.gpu.kit_files import KIT, Kit
 from benchmarks.gpu.stages import Stage, StageOutcome, StageState, limit_s, stages_of, still_to_run
-from benchmarks.location import ROOT
+from benchmarks.location import ROOT, environment
 from benchmarks.random_model import SIZES
-from benchmarks.run_all import run_logged
 from benchmarks.script import run_script
 
 BUDGET_S = 1800.0
 _QUICK_BUDGET_S = 300.0
 _STATE_FILE = "stages.json"
 _RESULTS = "results"
+_GRACE_S = 20.0
 _ARCHIVE = "gpu-report.tar.gz"
 _LOGGED = re.compile(r"\b(INFO|WARNING|[Ww]arning)\b|^\[rank\d+\]:\[")
 
@@ -103,7 +106,7 @@ def run_stage(stage: Stage, out: Path, allowed_s: float) -> StageOutcome:
     result = ("--json", str(place)) if stage.benchmark else ()
     kept = {LOGS_VARIABLE: str((out / "logs" / f"servers-{stage.name}").resolve())}
     began_s = time.monotonic()
-    code = run_logged((*stage.command, *result), log_path, allowed_s, kept)
+    code = _run_logged((*stage.command, *result), log_path, allowed_s, kept)
     took_s = time.monotonic() - began_s
     words = _last_line(log_path)
     if code is None:
@@ -111,6 +114,43 @@ def run_stage(stage: Stage, out: Path, allowed_s: float) -> StageOutcome:
     if code:
         return StageOutcome(stage.name, StageState.FAILED, took_s, f"exit code {code}: {words}")
     return StageOutcome(stage.name, StageState.OK, took_s, words)
+
+
+def _run_logged(
+    command: Sequence[str], log_path: Path, limit_s: float, variables: Mapping[str, str]
+) -> int | None:
+    """Run a command with its output in a log; return its exit code, None if it was ended.
+
+    After ``limit_s`` seconds the command and its children are ended.
+    """
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**environment(), **variables},
+            preexec_fn=end_with_parent,
+        )
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ask the process to end its servers and itself; then kill what is left of its session."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _last_line(log_path: Path) -> str:

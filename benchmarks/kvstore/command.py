@@ -1,9 +1,8 @@
-"""Cost of the KV cache store, compared with plain copies and with other stores.
+"""Cost of the KV cache store, compared with plain copies.
 
 ``python -m benchmarks kvstore``. Measures put and get through the pool against plain memcpy of as
-many bytes, the SSD tier against raw direct I/O, and the same blocks through Mooncake Store and
-Redis. Compared measurements take turns within each run, and no cache of the processor holds the
-copied bytes.
+many bytes, and the SSD tier against raw direct I/O. Compared measurements take turns within each
+run, and no cache of the processor holds the copied bytes.
 """
 
 from __future__ import annotations
@@ -12,16 +11,12 @@ import argparse
 import contextlib
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.progress import Progress
 
-from banaserve.base.arguments import Parser
-from banaserve.base.errors import UserError
-from banaserve_bench.loadgen.servers import end_on_sigterm
-from banaserve_bench.results import result
+from banaserve.base.arguments import positive
 from banaserve_bench.statistics import median
 from benchmarks.kvstore.disk import DiskBench, DiskTimes, check_direct
 from benchmarks.kvstore.memory import (
@@ -32,8 +27,7 @@ from benchmarks.kvstore.memory import (
     PoolTimes,
     store_daemon,
 )
-from benchmarks.kvstore.others import OtherBench, mooncake_bench, redis_bench
-from benchmarks.kvstore.peers import missing_mooncake, missing_redis
+from benchmarks.measurement import Measurement, parser_of
 
 _POOL_SIZE = "512MiB"
 _NUM_LOOKUPS = 300
@@ -49,56 +43,42 @@ _FIRST = (
     "lookups_of_64_keys_per_s",
     "round_trips_per_request",
 )
-Samples = dict[str, list[float]]
+StoreSamples = dict[str, list[float]]
 _UNITS = {"fraction": "fraction", "gb_per_s": "GB/s", "per_s": "calls/s", "request": "calls"}
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and write the result; return the exit code."""
     given = _parse(argv)
-    end_on_sigterm()
-    started_at = datetime.now(UTC)
-    samples: Samples = defaultdict(list)
+    measurement = Measurement("kvstore", given)
+    samples: StoreSamples = defaultdict(list)
     with Progress(transient=True) as progress:
         notes = _memory(given, samples, progress)
         notes += _disk(given, samples, progress)
-        notes += _others(given, samples, progress)
     names = [*_FIRST, *(name for name in samples if name not in _FIRST)]
-    record = result.result(
-        "kvstore",
-        seed=given.seed,
-        options={name: str(value) for name, value in vars(given).items() if name != "json"},
-        started_at=started_at,
-        figures={name: result.figure(samples[name], _unit(name)) for name in names},
-        notes=notes,
-    )
-    result.deliver(record, given.json)
+    figures = {name: (samples[name], _unit(name)) for name in names}
+    measurement.deliver(measurement.result(figures, notes))
     return 0
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(prog="python -m benchmarks kvstore", description=__doc__)
+    parser = parser_of("kvstore", __doc__)
     add = parser.add_argument
-    add("--json", type=Path, help="write the result there")
-    add("--runs", type=int, default=5)
-    add("--repeats", type=int, default=9, help="of each copy within a run; the median counts")
-    add("--blocks", type=int, default=16, help="of a request")
-    add("--disk-blocks", type=int, default=64, help="of a run on disk")
-    add("--depth", type=int, default=8, help="transfers of the disk at once")
+    add("--runs", type=positive, default=5)
+    add("--repeats", type=positive, default=9, help="of each copy within a run; the median counts")
+    add("--blocks", type=positive, default=16, help="of a request")
+    add("--disk-blocks", type=positive, default=64, help="of a run on disk")
+    add("--depth", type=positive, default=8, help="transfers of the disk at once")
     add("--folder", type=Path, default=Path("/var/tmp"), help="on the disk to measure")
     add("--seed", type=int, default=0)
-    given = parser.parse_args(list(argv))
-    counts = (given.runs, given.repeats, given.blocks, given.disk_blocks, given.depth)
-    if min(counts) < 1:
-        raise UserError("runs, repeats, blocks and depth are at least 1")
-    return given
+    return parser.parse_args(list(argv))
 
 
 def _unit(name: str) -> str:
     return next(unit for part, unit in _UNITS.items() if part in name)
 
 
-def _memory(given: argparse.Namespace, samples: Samples, progress: Progress) -> list[str]:
+def _memory(given: argparse.Namespace, samples: StoreSamples, progress: Progress) -> list[str]:
     task = progress.add_task("pool", total=given.runs)
     with contextlib.ExitStack() as stack:
         benches: list[tuple[str, PoolBench]] = []
@@ -128,7 +108,7 @@ def _memory(given: argparse.Namespace, samples: Samples, progress: Progress) -> 
 
 
 def _memory_run(
-    benches: Sequence[tuple[str, PoolBench]], given: argparse.Namespace, samples: Samples
+    benches: Sequence[tuple[str, PoolBench]], given: argparse.Namespace, samples: StoreSamples
 ) -> None:
     total = PoolTimes(*[0.0] * len(PoolTimes._fields))
     for name, bench in benches:
@@ -154,7 +134,7 @@ def _memory_run(
     samples["round_trips_per_request"].append(benches[0][1].round_trips())
 
 
-def _disk(given: argparse.Namespace, samples: Samples, progress: Progress) -> list[str]:
+def _disk(given: argparse.Namespace, samples: StoreSamples, progress: Progress) -> list[str]:
     task = progress.add_task("disk", total=given.runs)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=given.folder)))
@@ -190,39 +170,3 @@ def _disk(given: argparse.Namespace, samples: Samples, progress: Progress) -> li
             f"threads on one preallocated file; the tier: a file per block, {direct} the page "
             "cache, its budget used up, checksums included"
         ]
-
-
-def _others(given: argparse.Namespace, samples: Samples, progress: Progress) -> list[str]:
-    notes = [f"stores side by side: {given.blocks} blocks of 3 MiB a request, single client"]
-    block_bytes = BLOCK_BYTES[-1]
-    with contextlib.ExitStack() as stack:
-        daemon = stack.enter_context(store_daemon(_POOL_SIZE))
-        pool = PoolBench(daemon, block_bytes, given.blocks, given.seed)
-        stack.callback(pool.close)
-        runs: dict[str, Callable[[], tuple[float, float]]] = {"store": lambda: _put_get(pool)}
-        for name, missing, start in (
-            ("mooncake", missing_mooncake(), mooncake_bench),
-            ("redis", missing_redis(), redis_bench),
-        ):
-            if missing is not None:
-                notes.append(f"{name} was not measured: {missing}")
-                continue
-            bench: OtherBench = stack.enter_context(start(block_bytes, given.blocks, given.seed))
-            runs[name] = bench.run
-        task = progress.add_task("other stores", total=given.runs)
-        for work in runs.values():
-            work()
-        for _ in range(given.runs):
-            for name, work in runs.items():
-                put_s, get_s = work()
-                num_bytes = given.blocks * block_bytes
-                samples[f"{name}_put_gb_per_s"].append(num_bytes / put_s / 1e9)
-                samples[f"{name}_get_gb_per_s"].append(num_bytes / get_s / 1e9)
-            progress.advance(task)
-    notes.append("mooncake and redis: over TCP on the loopback, a process each; batches of calls")
-    return notes
-
-
-def _put_get(pool: PoolBench) -> tuple[float, float]:
-    times = pool.run("layers")
-    return times.put_s, times.get_s

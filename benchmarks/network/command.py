@@ -3,8 +3,7 @@
 ``python -m benchmarks network``. The hosts are network namespaces of this machine, joined by links
 of a set rate (``tc tbf``): it needs root. Each run fetches the blocks of another prompt by each way
 in turn; ``network_fraction`` is the share of the link that the store's bytes reach, from the first
-question to the last block. ``mooncake`` and ``tcp`` are the same for Mooncake Store and for one
-plain connection.
+question to the last block. ``tcp`` is the same for one plain connection.
 
 ``hidden_fraction`` is that of a hand-over: the fraction by which the other host waits less for a
 prompt's blocks after the prefill if they are pushed layer by layer during the prefill, instead of
@@ -21,23 +20,19 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.progress import Progress
 
-from banaserve.base.arguments import Parser
+from banaserve.base.arguments import positive
 from banaserve.base.errors import UserError
-from banaserve_bench.loadgen.servers import end_on_sigterm
-from banaserve_bench.results import result
-from benchmarks.kvstore.peers import missing_mooncake
+from benchmarks.measurement import Measurement, parser_of
 from benchmarks.network import hosts
 from benchmarks.network.hosts import Network
-from benchmarks.network.ways import MooncakeWay, StoreWay, StreamWay, Way
+from benchmarks.network.ways import StoreWay, StreamWay
 
 GBIT = 1e9
 _RATES = (1.0, 10.0)
-_OURS, _OTHER, _BOUND = "network", "mooncake", "tcp"
 _PREFILLS = {"below": 0.5, "above": 1.5}
 """Durations of the prefill, as multiples of the time that the link needs for the blocks."""
 
@@ -47,34 +42,25 @@ def main(argv: Sequence[str]) -> int:
     given = _parse(argv)
     if why := hosts.missing():
         raise UserError(why)
-    end_on_sigterm()
-    started_at = datetime.now(UTC)
+    measurement = Measurement("network", given)
     samples: dict[str, list[float]] = defaultdict(list)
     with Progress(transient=True) as progress:
         for gbits in _RATES:
             _measure(gbits, given, samples, progress)
-    record = result.result(
-        "network",
-        seed=0,
-        options={name: str(value) for name, value in vars(given).items() if name != "json"},
-        started_at=started_at,
-        figures={name: result.figure(taken, _unit(name)) for name, taken in samples.items()},
-        notes=_notes(given),
-    )
-    result.deliver(record, given.json)
+    figures = {name: (taken, _unit(name)) for name, taken in samples.items()}
+    measurement.deliver(measurement.result(figures, _notes(given)))
     return 0
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(prog="python -m benchmarks network", description=__doc__)
+    parser = parser_of("network", __doc__)
     add = parser.add_argument
-    add("--json", type=Path, help="write the result there")
-    add("--runs", type=int, default=7)
-    add("--blocks", type=int, default=125, help="of a prompt; 16 tokens each")
+    add("--runs", type=positive, default=7)
+    add("--blocks", type=positive, default=125, help="of a prompt; 16 tokens each")
     add("--block-bytes", type=int, default=2 << 20, help="of all layers; Llama-3.1-8B's")
     given = parser.parse_args(list(argv))
-    if given.runs < 1 or given.blocks < 1 or given.block_bytes < 1 << 17:
-        raise UserError("runs and blocks are at least 1, a block has 128 KiB or more")
+    if given.block_bytes < 1 << 17:
+        raise UserError("a block has 128 KiB or more")
     return given
 
 
@@ -89,14 +75,11 @@ def _measure(
         stack.callback(network.close)
         for host in network.hosts:
             network.limit(host, gbits * GBIT)
-        block = (given.block_bytes, given.blocks)
-        store = StoreWay(network.hosts, stack, folder, *block)
-        ways: dict[str, Way] = {
-            _OURS: store,
-            _BOUND: StreamWay(network.hosts, num_bytes),
+        store = StoreWay(network.hosts, stack, folder, given.block_bytes, given.blocks)
+        ways: dict[str, StoreWay | StreamWay] = {
+            "network": store,
+            "tcp": StreamWay(network.hosts, num_bytes),
         }
-        if missing_mooncake() is None:
-            ways[_OTHER] = MooncakeWay(network.hosts, stack, folder, *block, given.runs + 1)
         for way in ways.values():
             way.fetch_s(0)  # warm-up: first use of pages, opening of links
         progress.advance(task)
@@ -104,9 +87,6 @@ def _measure(
             for name, way in ways.items():
                 share = num_bytes * 8 / way.fetch_s(run) / (gbits * GBIT)
                 samples[f"{name}_fraction_{gbits:g}gbit"].append(share)
-            if _OTHER in ways:
-                ours, other = (samples[f"{n}_fraction_{gbits:g}gbit"][-1] for n in (_OURS, _OTHER))
-                samples[f"over_mooncake_{gbits:g}gbit"].append(ours / other)
             _hand_over(store, run, num_bytes * 8 / (gbits * GBIT), f"{gbits:g}gbit", samples)
             progress.advance(task)
 
@@ -125,18 +105,13 @@ def _hand_over(
 
 
 def _unit(name: str) -> str:
-    if "_s_" in name:
-        return "s"
-    return "ratio" if name.startswith("over") else "fraction"
+    return "s" if "_s_" in name else "fraction"
 
 
 def _notes(given: argparse.Namespace) -> list[str]:
-    notes = [
+    return [
         f"{given.blocks} blocks of {given.block_bytes >> 10} KiB, {16 * given.blocks} tokens; a "
         "fraction is of the link's rate, Ethernet's and TCP's heads counted against all alike",
         "links are shaped in bandwidth alone: their latency is that of this machine",
         "both hosts, with all of their processes, share this machine's cores",
     ]
-    if why := missing_mooncake():
-        notes.append(f"without Mooncake: {why}")
-    return notes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -12,7 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +20,6 @@ from banaserve.base.errors import UserError
 from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.leases import Lookup, Slot
-from banaserve_bench.loadgen.servers import end_with_parent
 from benchmarks.network.hosts import Host
 
 STORE_PORT, STREAM_PORT = 7100, 7200
@@ -32,18 +30,6 @@ _BLOCK_TOKENS = 16
 _DEADLINE_S = 120.0
 _POLL_S = 2e-4
 _CHUNK_BYTES = 1 << 20
-
-
-class Way(Protocol):
-    """A way of transferring blocks between two hosts."""
-
-    def fetch_s(self, run: int) -> float:
-        """Return the seconds that the blocks of run ``run`` took to the other host.
-
-        Raises:
-            UserError: Some blocks are missing, or have wrong bytes.
-        """
-        ...
 
 
 class StoreWay:
@@ -111,6 +97,11 @@ class StoreWay:
         return client
 
     def fetch_s(self, run: int) -> float:
+        """Return the seconds that the blocks of run ``run`` took to the other host.
+
+        Raises:
+            UserError: Some blocks are missing, or have wrong bytes.
+        """
         keys = self._keys(f"{run}")
         self._write(keys)
         return self._collected_s(keys)
@@ -206,6 +197,7 @@ class StreamWay:
         self._num_bytes = num_bytes
 
     def fetch_s(self, run: int) -> float:
+        """Return the seconds that as many bytes took to the other host, the same in each run."""
         del run
         address = (self._source.address, STREAM_PORT)
         listening = self._source.inside(lambda: socket.create_server(address))
@@ -235,63 +227,3 @@ class StreamWay:
             while left:
                 sock.sendall(chunk[:left])
                 left -= min(left, _CHUNK_BYTES)
-
-
-class MooncakeWay:
-    """Mooncake Store over TCP: its master and memory on the first host, a client on the second.
-
-    Args:
-        stack: Exit stack that ends the processes.
-        runs: Total number of runs.
-    """
-
-    def __init__(
-        self,
-        hosts: Sequence[Host],
-        stack: ExitStack,
-        folder: Path,
-        block_bytes: int,
-        num_blocks: int,
-        runs: int,
-    ) -> None:
-        source, target = hosts
-        words = (str(block_bytes), str(num_blocks), str(runs))
-        self._source = _Worker(source, stack, folder, "lend", source.address, *words)
-        self._target = _Worker(target, stack, folder, "read", source.address, *words)
-
-    def fetch_s(self, run: int) -> float:
-        self._source.ask(run)
-        return self._target.ask(run)
-
-
-class _Worker:
-    """A process on a host that answers the number of a run with its seconds."""
-
-    def __init__(self, host: Host, stack: ExitStack, folder: Path, *words: str) -> None:
-        self._log = folder / f"mooncake-{words[0]}.log"
-        command = [sys.executable, "-m", "benchmarks.network.mooncake_worker", *words, host.address]
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                host.command(command),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                preexec_fn=end_with_parent,
-            )
-        stack.callback(self._process.wait)
-        stack.callback(self._process.kill)
-        self._read()
-
-    def ask(self, run: int) -> float:
-        assert self._process.stdin is not None
-        self._process.stdin.write(b"%d\n" % run)
-        self._process.stdin.flush()
-        return self._read()
-
-    def _read(self) -> float:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(b"{"):  # its library prints too
-                said: dict[str, float] = json.loads(line)
-                return said["seconds"]
-        raise UserError(f"Mooncake has ended: {self._log.read_text()[-500:]}")

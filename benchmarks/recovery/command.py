@@ -13,20 +13,16 @@ import argparse
 import asyncio
 import random
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import NamedTuple
 
-from rich.console import Console
 from rich.progress import Progress
 
 from banaserve.base import models
-from banaserve.base.arguments import Parser, positive
+from banaserve.base.arguments import positive
 from banaserve.base.errors import UserError
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve_bench.loadgen.loops import closed_loop
-from banaserve_bench.loadgen.servers import end_on_sigterm
-from banaserve_bench.results import result
+from banaserve_bench.results.result import Result
+from benchmarks.measurement import Measurement, model_of, parser_of, random_tokens
 from benchmarks.recovery.figures import (
     ENOUGH_FOR_P99,
     KilledPair,
@@ -38,7 +34,6 @@ from benchmarks.recovery.kills import Killed, KilledServer, KillPlan, killed_ser
 
 _BLOCK_TOKENS = 128
 _CONTEXT_TOKENS = 8192
-_FIRST_TOKEN, _LAST_TOKEN = 100, 40_000
 _TAIL_TOKENS = 24
 """Number of tokens that a stream has still to decode when its instance is killed."""
 _SAME = (
@@ -49,7 +44,6 @@ _STORE = ("--pd", "1:2", "--kv-store-size", "1536MiB")
 _NO_STORE = ("--colocated", "2", "--no-kv-store")
 _SAMPLING = {"greedy": 0.0, "sampled": 0.8}
 _TTFT_PROMPT_TOKENS = 200
-_TABLE_WIDTH = 110
 _WARM_UP_TOKENS = 300
 _QUICK = {"runs": 1, "kills": 1, "contexts": [200, 2000], "pairs": 2}
 _NOTES = (
@@ -70,43 +64,25 @@ _NOTES = (
 )
 
 
-class RecoveryOptions(NamedTuple):
-    """Options of the measurement."""
-
-    model: str
-    runs: int
-    kills: int
-    contexts: list[int]
-    decoded_tokens: int
-    pairs: int
-    seed: int
-
-
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark, writing the result after each run; return the exit code."""
     given = _parse(argv)
-    end_on_sigterm()
-    options = RecoveryOptions(**{name: getattr(given, name) for name in RecoveryOptions._fields})
+    measurement = Measurement("recovery", given)
     with Progress(transient=True) as progress:
-        kills = options.runs * len(options.contexts) * options.kills
-        task = progress.add_task("starting two servers", total=1 + kills + options.runs)
+        kills = given.runs * len(given.contexts) * given.kills
+        task = progress.add_task("starting two servers", total=1 + kills + given.runs)
 
         def advance(what: str) -> None:
             progress.update(task, advance=1, description=what)
 
-        record = asyncio.run(_measure(options, datetime.now(UTC), given.json, advance))
-    console = Console()
-    console = Console(width=max(console.width, _TABLE_WIDTH))
-    console.print(result.table(record))
-    for note in record.notes:
-        console.print(f"- {note}", markup=False)
+        record = asyncio.run(_measure(given, measurement, advance))
+    measurement.deliver(record)
     return 0
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(prog="python -m benchmarks recovery", description=__doc__)
+    parser = parser_of("recovery", __doc__)
     add = parser.add_argument
-    add("--json", type=Path, help="write the result there, after each run")
     add("--model", default=models.PACKAGED)
     add("--runs", type=positive, default=5)
     add("--kills", type=positive, default=2, help="at each context in a run, on both servers")
@@ -132,13 +108,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 async def _measure(
-    options: RecoveryOptions,
-    started_at: datetime,
-    path: Path | None,
-    advance: Callable[[str], None],
-) -> result.Result:
+    options: argparse.Namespace, measurement: Measurement, advance: Callable[[str], None]
+) -> Result:
+    """Return the result of all runs, and keep that of the runs so far after each run."""
     draws, samples = random.Random(options.seed), RecoverySamples()
-    name = models.resolve(options.model, None, lambda line: print(line, flush=True)).served_name
+    name = model_of(options.model).served_name
     with (
         killed_server(options.model, name, *_STORE, *_SAME) as stored,
         killed_server(options.model, name, *_NO_STORE, *_SAME) as plain,
@@ -155,17 +129,20 @@ async def _measure(
                     advance(f"run {run + 1} of {options.runs}: {context} tokens of context")
             await _sample_first_tokens(stored, draws, options.pairs, samples)
             advance(f"run {run + 1} of {options.runs}: first tokens")
-            record = _result(options, started_at, run + 1, samples)
-            if path is not None:
-                result.write(record, path)
+            record = measurement.result(
+                figures_of(samples, _BLOCK_TOKENS),
+                (*_NOTES, _slowest(options, run + 1)),
+                raw={"pairs": {str(context): pairs for context, pairs in samples.pairs.items()}},
+            )
+            measurement.keep(record)
     return record
 
 
 def _prompts(draws: random.Random, count: int, num_tokens: int) -> list[list[int]]:
-    return [draws.choices(range(_FIRST_TOKEN, _LAST_TOKEN), k=num_tokens) for _ in range(count)]
+    return [random_tokens(draws, num_tokens) for _ in range(count)]
 
 
-def _plan(draws: random.Random, name: str, context: int, options: RecoveryOptions) -> KillPlan:
+def _plan(draws: random.Random, name: str, context: int, options: argparse.Namespace) -> KillPlan:
     """Draw a stream that is killed anywhere in a block, half a block around ``context``."""
     (prompt,) = _prompts(draws, 1, context - options.decoded_tokens)
     at_token = options.decoded_tokens - _BLOCK_TOKENS // 2 + draws.randrange(_BLOCK_TOKENS)
@@ -213,24 +190,8 @@ async def _first_tokens_s(
     return [one for one in times if one is not None]
 
 
-def _result(
-    options: RecoveryOptions, started_at: datetime, runs: int, samples: RecoverySamples
-) -> result.Result:
+def _slowest(options: argparse.Namespace, runs: int) -> str:
+    """Return what is known of the longest pauses after ``runs``."""
     num_kills = runs * options.kills
-    slowest = (
-        f"{num_kills} kills a context on each server; "
-        + ("p99 is of these" if num_kills >= ENOUGH_FOR_P99 else "their maximum stands for a p99")
-        + f", {runs} runs"
-    )
-    return result.result(
-        "recovery",
-        seed=options.seed,
-        options={**options._asdict(), "runs": runs},
-        started_at=started_at,
-        figures={
-            name: result.figure(*sample)
-            for name, sample in figures_of(samples, _BLOCK_TOKENS).items()
-        },
-        notes=(*_NOTES, slowest),
-        raw={"pairs": {str(context): pairs for context, pairs in samples.pairs.items()}},
-    )
+    known = "p99 is of these" if num_kills >= ENOUGH_FOR_P99 else "their maximum stands for a p99"
+    return f"{num_kills} kills a context on each server; {known}, {runs} runs"

@@ -6,7 +6,7 @@ Pure: nothing here asks a server or reads a clock.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from banaserve.base.errors import UserError
 from banaserve.contracts.trace_events import (
@@ -142,11 +142,8 @@ def _with_engine(
     spans = [one.event for one in lines if isinstance(one.event, StepsPlanned)]
     copies = [one.event for one in lines if isinstance(one.event, CopiesEnded)]
     fetches = [one for one in copies if one.fetched_blocks]
-    return TracedRecovery(
-        found.resumed_tokens,
-        found.detection_s,
-        found.routing_s,
-        found.leg_s,
+    return replace(
+        found,
         waited_s=received.at_s - began_s,
         fetch_s=sum(one.fetch_s for one in fetches),
         compute_s=sum(one.compute_s or 0.0 for one in fetches),

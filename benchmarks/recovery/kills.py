@@ -10,16 +10,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import psutil
 
 from banaserve.base.errors import UserError
-from banaserve.base.run_dir import find_admin
 from banaserve.frontdoor.admin_client import AdminClient
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
-from banaserve_bench.loadgen.servers import Server, banaserve_server
+from banaserve_bench.loadgen.servers import Server
+from benchmarks.measurement import administered_server
 from benchmarks.recovery.figures import TracedRecovery, pause_s, read_trace
 
 _LOOK_S = 0.002
@@ -43,11 +42,8 @@ class KillPlan(NamedTuple):
     max_tokens: int
 
     def call(self, suffix: str) -> CompletionCall:
-        return CompletionCall(
-            self.name,
-            prompt=self.prompt,
-            max_tokens=self.max_tokens,
-            extra={"ignore_eos": True, "request_id": f"{self.name}-{suffix}"},
+        return CompletionCall.exact(
+            self.name, self.prompt, self.max_tokens, request_id=f"{self.name}-{suffix}"
         )
 
 
@@ -129,10 +125,8 @@ class KilledServer:
 @contextlib.contextmanager
 def killed_server(model: str, served_name: str, *options: str) -> Iterator[KilledServer]:
     """Run ``banaserve serve`` with ``options``; its engines are to be killed."""
-    with TemporaryDirectory(prefix="bench-") as folder:
-        run_dir = Path(folder) / "run"
-        with banaserve_server(model, *options, "--run-dir", str(run_dir)) as server:
-            yield KilledServer(server, AdminClient(*find_admin(run_dir)), run_dir, served_name)
+    with administered_server(model, *options) as (server, admin, run_dir):
+        yield KilledServer(server, admin, run_dir, served_name)
 
 
 def engine_pid(run_dir: Path, instance: str) -> int:

@@ -16,11 +16,11 @@ from random import Random
 import psutil
 
 from banaserve.base.types import RequestId
-from banaserve_bench.results.result import Figure, figure
 from banaserve_route.policies.fleet import Fleet, Report
 from banaserve_route.policies.interface import Flight, ReplicaId, ReplicaView, Request
 from banaserve_route.policies.prefixes.tree import make_tree
 from banaserve_route.policies.registry import make
+from benchmarks.measurement import Samples
 
 REPLICAS = (8, 64, 512)
 PROMPT_TOKENS = (1_000, 8_000, 100_000)
@@ -42,7 +42,7 @@ def decisions(
     runs: int,
     seed: int,
     seconds: float,
-) -> dict[str, Figure]:
+) -> Samples:
     """Return ``decisions_per_s`` and one figure for each policy, fleet and prompt.
 
     Args:
@@ -57,14 +57,14 @@ def decisions(
                     rate = _rate(policy, num_replicas, requests, seed + run, seconds)
                     name = f"decisions_per_s_{policy}_{num_replicas}_{num_tokens // 1000}k"
                     samples.setdefault(name, []).append(rate)
-    figures = {name: figure(values, "decisions/s") for name, values in samples.items()}
+    figures = {name: (values, "decisions/s") for name, values in samples.items()}
     headline = f"decisions_per_s_{POLICY}_{HEADLINE[0]}_{HEADLINE[1] // 1000}k"
     if headline in figures:
         figures = {"decisions_per_s": figures[headline], **figures}
     return figures
 
 
-def tree_memory(num_insertions: int, seed: int) -> tuple[dict[str, Figure], Mapping[str, object]]:
+def tree_memory(num_insertions: int, seed: int) -> tuple[Samples, Mapping[str, object]]:
     """Fill a bounded tree far beyond its bound and record the memory of this process.
 
     Returns:
@@ -97,11 +97,12 @@ def tree_memory(num_insertions: int, seed: int) -> tuple[dict[str, Figure], Mapp
     middle, end = course[_MEMORY_SAMPLES // 2], course[-1]
     growth = (end["rss_bytes"] - middle["rss_bytes"]) / _MEMORY_TREE_BYTES
     figures = {
-        "tree_memory_growth_fraction": figure([growth], "fraction of the bound"),
-        "tree_memory_fraction": figure(
-            [one["rss_bytes"] / _MEMORY_TREE_BYTES for one in course], "fraction of the bound"
+        "tree_memory_growth_fraction": ([growth], "fraction of the bound"),
+        "tree_memory_fraction": (
+            [one["rss_bytes"] / _MEMORY_TREE_BYTES for one in course],
+            "fraction of the bound",
         ),
-        "tree_insertions_per_s": figure([num_insertions / taken_s], "insertions/s"),
+        "tree_insertions_per_s": ([num_insertions / taken_s], "insertions/s"),
     }
     return figures, {"tree_memory": course}
 
@@ -161,7 +162,7 @@ def _rate(
 
 def figures(
     runs: int, seed: int, num_insertions: int = 10_000_000
-) -> tuple[dict[str, Figure], list[str], dict[str, object]]:
+) -> tuple[Samples, list[str], dict[str, object]]:
     """Return the figures, notes and raw samples of the whole part."""
     # First, since memory that the decisions free would be reused and the tree seem smaller.
     memory, raw = tree_memory(num_insertions, seed)

@@ -7,6 +7,7 @@ a stream costs beyond a whole answer, divided by its parts.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import subprocess
@@ -16,13 +17,11 @@ import urllib.error
 import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 from banaserve.base.errors import UserError
 from banaserve_bench.loadgen.servers import Server, command_server, end_with_parent, free_port
-from banaserve_bench.results import result
 from banaserve_bench.statistics import paired_ratios, percentile
+from benchmarks.measurement import Samples
 from benchmarks.router import load
 from benchmarks.router.peers import PEERS, peer_command
 from benchmarks.router.replica import NUM_PARTS
@@ -32,28 +31,11 @@ NUM_CALLERS = 16
 _START_TIMEOUT_S = 20.0
 
 
-@dataclass(frozen=True, slots=True)
-class ProxyOptions:
-    """Options of the measurement.
-
-    Attributes:
-        peers: Folder of the other routers' environments, created if missing; None leaves these
-            routers out.
-        policy: Policy of ``banaserve route`` in the figures that name no policy.
-        rate_per_s: Rate of the requests whose latency is compared.
-    """
-
-    runs: int
-    num_requests: int
-    num_streams: int
-    rate_per_s: float
-    policy: str
-    peers: Path | None
-    seed: int
-
-
-def figures(options: ProxyOptions) -> tuple[dict[str, result.Figure], list[str]]:
+def figures(options: argparse.Namespace) -> tuple[Samples, list[str]]:
     """Run all measurements; return figures and notes.
+
+    Args:
+        options: Options of the command.
 
     Raises:
         UserError: A router could not be installed or started.
@@ -73,21 +55,21 @@ def figures(options: ProxyOptions) -> tuple[dict[str, result.Figure], list[str]]
             samples["direct_p99_ms"].append(direct_ms)
             for name, server in servers.items():
                 _sample(name, server, options, run, direct_ms, samples)
-    found = {name: result.figure(each, _unit(name)) for name, each in samples.items()}
+    found = {name: (each, _unit(name)) for name, each in samples.items()}
     ours = f"banaserve_{options.policy}"
     for kind, named in (("request", "request"), ("part", "chunk")):
         if (theirs := samples.get(f"vllm-router_cpu_{kind}_us")) is not None:
             ratios = paired_ratios(samples[f"{ours}_cpu_{kind}_us"], theirs)
-            found[f"cpu_per_{named}_ratio"] = result.figure(ratios, "ratio")
+            found[f"cpu_per_{named}_ratio"] = ratios, "ratio"
     return found, [
         f"{NUM_REPLICAS} replicas that cost next to nothing, {NUM_CALLERS} connections; "
         f"{NUM_PARTS} parts a stream",
         f"ratios: banaserve with {options.policy} to vllm-router with round robin",
-        f"p99 is at {options.rate_per_s:g} requests/s, less that of a replica asked directly",
+        f"p99 is at {options.rate:g} requests/s, less that of a replica asked directly",
     ]
 
 
-def _commands(options: ProxyOptions, ports: list[int]) -> dict[str, list[str]]:
+def _commands(options: argparse.Namespace, ports: list[int]) -> dict[str, list[str]]:
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     ours = [sys.executable, "-m", "banaserve", "route"]
     for url in urls:
@@ -111,7 +93,7 @@ def _port(server: Server) -> int:
     return int(server.url.rpartition(":")[2])
 
 
-def _warm(port: int, options: ProxyOptions) -> None:
+def _warm(port: int, options: argparse.Namespace) -> None:
     _wait_for_replicas(port)
     asyncio.run(load.closed_loop(port, _bodies(options, 500, -1, False), NUM_CALLERS))
 
@@ -119,15 +101,15 @@ def _warm(port: int, options: ProxyOptions) -> None:
 def _sample(
     name: str,
     server: Server,
-    options: ProxyOptions,
+    options: argparse.Namespace,
     run: int,
     direct_ms: float,
     samples: dict[str, list[float]],
 ) -> None:
     """Add one run of one router to ``samples``."""
     port = _port(server)
-    whole = _bodies(options, options.num_requests, run, False)
-    streams = _bodies(options, options.num_streams, run, True)
+    whole = _bodies(options, options.requests, run, False)
+    streams = _bodies(options, options.streams, run, True)
     request_us = _cpu_us(server, port, whole)
     stream_us = _cpu_us(server, port, streams, NUM_CALLERS * 4)
     samples[f"{name}_cpu_request_us"].append(request_us)
@@ -135,7 +117,7 @@ def _sample(
     samples[f"{name}_added_p99_ms"].append(_latency(port, options, run) - direct_ms)
 
 
-def _bodies(options: ProxyOptions, count: int, run: int, is_stream: bool) -> list[bytes]:
+def _bodies(options: argparse.Namespace, count: int, run: int, is_stream: bool) -> list[bytes]:
     return load.bodies(count, options.seed + run, is_stream)
 
 
@@ -146,10 +128,10 @@ def _cpu_us(server: Server, port: int, asked: list[bytes], callers: int = NUM_CA
     return (server.front_cpu_s() - before_s) / len(asked) * 1e6
 
 
-def _latency(port: int, options: ProxyOptions, run: int) -> float:
+def _latency(port: int, options: argparse.Namespace, run: int) -> float:
     """Return the 99th percentile of the latency in milliseconds."""
-    asked = _bodies(options, options.num_requests // 4, run, False)
-    return percentile(asyncio.run(load.open_loop(port, asked, options.rate_per_s)), 99) * 1e3
+    asked = _bodies(options, options.requests // 4, run, False)
+    return percentile(asyncio.run(load.open_loop(port, asked, options.rate)), 99) * 1e3
 
 
 def _wait_for_replicas(port: int) -> None:

@@ -1,14 +1,12 @@
-"""The simulator's cases on paced engines: what is asked of a server, and what is read of it."""
+"""Requests of cases to paced engines, and what is read of their records."""
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from banaserve.base.errors import UserError
 from banaserve.contracts.control_api import DecisionRecord, StepRecord, WantedStep
 from banaserve.orchestrator.control.move_policies import registry
 from banaserve.orchestrator.control.move_policies.options import RepairedOptions
@@ -19,13 +17,9 @@ from banaserve.orchestrator.planner.options import ElasticOptions
 from banaserve.sim import case as scenarios
 from banaserve.sim.report.result import LatencyLimits
 from banaserve.sim.request import SimRequest
-from banaserve.sim.system import preset
 from banaserve_bench.loadgen.client import RequestRecord
-from banaserve_bench.results import result
-from banaserve_bench.results.result import ModelledTime
 from banaserve_bench.serving.timeline import decisions_of
-from benchmarks import cases
-from benchmarks.cases import CaseRequest, figures_of, options_of, sampled
+from benchmarks.cases import CaseRequest, figures_of, sampled
 
 
 def record(due_s: float, first_s: float, end_s: float, tokens: int) -> RequestRecord:
@@ -60,28 +54,6 @@ def test_figures_are_those_of_the_simulator_in_modelled_seconds() -> None:
     }
 
 
-def test_a_system_as_options_of_serve() -> None:
-    moved = preset("banaserve", prefill=3, decode=1, migration_options={"rho": 2})
-    options = options_of(moved, "opt-13b-a100", 4.0, Path("log"))
-    words = " ".join(options)
-    for wanted in (
-        "--pace opt-13b-a100 --dilate 4",
-        "--pd 3:1",
-        "--orchestrator on --orchestrator-policy repaired",
-        "--orchestrator-option rho=2",
-        "--decision-log log",
-    ):
-        assert wanted in words
-    assert "--migration-overlap" not in words
-    waiting = preset("banaserve", prefill=3, decode=1, overlap_fraction=0.0)
-    words = " ".join(options_of(waiting, "opt-13b-a100", 4.0, Path("log")))
-    assert "--migration-overlap 1" in words
-    still = options_of(preset("static", prefill=2, decode=2), "opt-13b-a100", 1.0, Path("log"))
-    assert "--orchestrator off" in " ".join(still)
-    with pytest.raises(UserError, match="apart"):
-        options_of(preset("colocated", colocated=4), "opt-13b-a100", 1.0, Path("log"))
-
-
 def test_prompts_are_drawn_by_request_and_seed() -> None:
     first, again = (CaseRequest.of(SimRequest(7, 1.5, 40, 9), 3) for _ in range(2))
     other = CaseRequest.of(SimRequest(8, 1.5, 40, 9), 3)
@@ -109,30 +81,6 @@ def test_decisions_that_began_something_as_they_were_last_written(tmp_path: Path
     assert [(s["ending"], s["cost_s"], s["took_s"]) for s in told["steps"]] == [("done", 1.0, 1.5)]
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["prefill-flod"], "prefill-flood"),
-        (["slow-instance"], "only the simulator"),
-        (["--system", "statik"], "static"),
-        (["--dilate", "0"], "0.1 or more"),
-        (["--sample", "0"], "1 or more"),
-    ],
-)
-def test_what_cannot_be_run_is_said_before_anything_starts(argv: list[str], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        cases.main(argv)
-
-
-def test_another_benchmarks_file_is_not_overwritten(tmp_path: Path) -> None:
-    other = tmp_path / "other.json"
-    when = datetime(2026, 1, 1, tzinfo=UTC)
-    one = result.result("router", seed=0, options={}, started_at=when, figures={})
-    result.write(one, other)
-    with pytest.raises(UserError, match="bench router"):
-        cases.main(["prefill-flood", "--json", str(other)])
-
-
 @pytest.mark.parametrize("policy", registry.names())
 def test_a_dilated_controller_is_as_patient_as_the_cluster(policy: str) -> None:
     has_link = policy not in ("elastic", "still")
@@ -153,31 +101,3 @@ def test_a_dilated_controller_is_as_patient_as_the_cluster(policy: str) -> None:
     if policy == "published":
         assert slow.section["rho_per_s"] == 0.0
     assert dict(dilated(options, 1.0).section).items() >= section.items()
-
-
-def test_what_a_file_holds_of_other_cases_is_kept_and_judged_again(tmp_path: Path) -> None:
-    """Everything but the servers, which the caller has run."""
-    path = tmp_path / "cases.json"
-    when = datetime(2026, 1, 1, tzinfo=UTC)
-    given = cases._parse(["prefill-flood", "--json", str(path), "--phase-s", "20"])
-    told = dict.fromkeys((*scenarios.METRICS, *cases._UNITS), 1.0)
-    time = ModelledTime("opt-13b-a100", "a fit", 4.0, 100, 1, 0.001)
-    told = {**told, "modelled_time": msgspec.to_builtins(time), "decisions": []}
-    found = {
-        "prefill-flood": {
-            "load": {},
-            "paced": {"banaserve": told},
-            "simulated": {"banaserve": told},
-            "goals": {"paced": [], "simulated": []},
-        }
-    }
-    record = cases._result(given, when, found)
-    result.write(record, path)
-    assert cases._kept(path) == found
-    again = cases._result(
-        given, when, {**cases._kept(path), "decode-flood": found["prefill-flood"]}
-    )
-    result.deliver(again, path)
-    assert again.modelled_time == [time, time]
-    assert set(cases._kept(path)) == {"prefill-flood", "decode-flood"}
-    assert again.figures["decode-flood.banaserve.goodput_fraction"].median == 1.0

@@ -59,7 +59,7 @@ def test_a_wrong_option_is_one_line(name: str) -> None:
 @pytest.mark.parametrize("given", ["0", "-1", "many", "1.5"])
 def test_nothing_is_measured_no_times(given: str) -> None:
     with pytest.raises(UserError, match=r"--runs.*give a whole number above 0"):
-        run_benchmark(["stall", f"--runs={given}"], BENCHMARKS, "python -m benchmarks")
+        run_benchmark(["handover", f"--runs={given}"], BENCHMARKS, "python -m benchmarks")
 
 
 def test_a_command_says_in_one_line_what_is_wrong() -> None:

@@ -116,7 +116,7 @@ def test_what_is_complete_makes_a_result(tmp_path: Path) -> None:
     assert len(figures[f"{name}.ttft_p50_at_1rps"].samples) == 2
     assert f"{name}: p0 became decode after 1 s (it was prefill)" in record.notes
     section = section_of(record)
-    assert section.answer[0] == f"INCOMPLETE: {systems[0].name} has not run."
+    assert section.warnings[0] == f"INCOMPLETE: {systems[0].name} has not run."
     assert section.table[:2] == [["figure", "1 requests/s"], ["requests", "2"]]
     drawn = {one.name: list(one.points) for one in section.plots[-1].plots[-1].series}
     assert drawn == {"d0": [(0, 1), (1, 5)], "d1": [(0, 0), (1, 1)], "p0": [(0, 2), (1, 0)]}

@@ -11,7 +11,6 @@ from banaserve_bench.compare.result import SystemRun, Workload, as_result
 from banaserve_bench.compare.simulated import simulated_cells
 from banaserve_bench.compare.systems import chosen_systems
 from banaserve_bench.datasets.items import Item
-from banaserve_bench.report.compare_tables import extra_tables
 from banaserve_bench.report.report import section_of
 from banaserve_bench.results import result
 from banaserve_bench.results.result import ModelledTime
@@ -57,20 +56,6 @@ def test_a_paced_comparison_has_the_simulator_beside_it(tmp_path: Path) -> None:
     assert [row[:2] for row in ratios[1:]] == [["static-pd", "1rps"], ["static-pd", "8rps"]]
     assert {row[2] for row in errors[1:]} == {"1.00"}
     assert steps[1] == ["banaserve", "1.5", "p0 to decode", "0.10", "2.00", "0.30", "done"]
-
-
-def test_the_paper_stands_beside_its_own_setting() -> None:
-    given = compare_options.parse(["--pace", "opt-13b-a100", "--workload", "random@1"], None)
-    [plan] = compare_options.plans(given).values()
-    workload = Workload("random", cast(Any, _Lengths(50, 4)), plan)
-    simulated = simulated_cells(given, chosen_systems(["banaserve"], 2), workload)
-    [ours] = simulated.values()
-    cells = {"banaserve": ours, "static-pd": ours, "x": ours}
-    options = {"pace": "opt-13b-a100", "workload": "longbench-like"}
-    [(_, ratios), *_] = extra_tables(options, {}, cells, simulated)
-    assert [row[-1] for row in ratios[1:]] == ["1.1 to 1.3", "up to 1.3"]
-    [(_, ratios), *_] = extra_tables({}, {}, cells, {})
-    assert "paper" not in " ".join(ratios[0])
 
 
 def test_time_in_steps_is_that_of_the_modelled_gpu() -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from banaserve.base.errors import UserError
@@ -14,11 +13,8 @@ from benchmarks.kvstore.memory import (
     ARRANGEMENTS,
     NUM_LAYERS,
     PoolBench,
-    plain_memory,
     store_daemon,
 )
-from benchmarks.kvstore.others import OtherBench, redis_bench
-from benchmarks.kvstore.peers import missing_redis
 
 BLOCK_BYTES = NUM_LAYERS * 4096
 
@@ -65,37 +61,3 @@ def test_blocks_go_to_disk_and_back_in_both_ways(tmp_path: Path) -> None:
         assert min(bench.run(tier_first)) > 0
     bench.close()
     assert not (tmp_path / "raw").exists()
-
-
-class Kept:
-    """A store in a dictionary; ``spoil`` changes a byte on the way."""
-
-    def __init__(self, spoil: int) -> None:
-        self.spoil = spoil
-        self.blocks: dict[str, bytes] = {}
-
-    def put(self, keys: Sequence[str], blocks: np.ndarray) -> None:
-        self.blocks.update(zip(keys, (block.tobytes() for block in blocks), strict=True))
-
-    def get(self, keys: Sequence[str], blocks: np.ndarray) -> None:
-        for key, block in zip(keys, blocks, strict=True):
-            block[:] = np.frombuffer(self.blocks[key], np.uint8)
-        blocks[-1, -1] ^= self.spoil
-
-
-@pytest.mark.parametrize("spoil", [0, 1])
-def test_other_stores_are_checked_too(spoil: int) -> None:
-    source, target = (plain_memory(3 * 8192, seed).reshape(3, 8192) for seed in (1, None))
-    bench = OtherBench(Kept(spoil), source, target)
-    if spoil:
-        with pytest.raises(UserError, match="other bytes"):
-            bench.run()
-    else:
-        assert min(bench.run()) >= 0
-
-
-@pytest.mark.skipif(missing_redis() is not None, reason=str(missing_redis()))
-def test_blocks_go_through_redis() -> None:
-    with redis_bench(BLOCK_BYTES, 3, seed=1) as bench:
-        for _ in range(3):
-            assert min(bench.run()) > 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from banaserve.base.errors import UserError
-from banaserve_bench.report.drawing import inline, style
+from banaserve_bench.report.plots import style
 from banaserve_bench.results import result
 from benchmarks import pictures
 from benchmarks.pictures import FIGURES, CellPair, cells_of, headline, sentences
@@ -37,7 +37,7 @@ def test_every_cell_and_every_loss_is_in_it() -> None:
     assert losses == sum("✗" in one for one in told) > 0
     assert any("MODELLED" in one for one in told)
     assert not re.search('(fill|stroke)="#', drawn)
-    for colour in set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", inline(drawn))):
+    for colour in set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", drawn.replace(style(), ""))):
         assert f'[style*="fill: {colour}"]' in style()
 
 
@@ -72,5 +72,5 @@ def test_the_words_beside_it_name_losses() -> None:
 
 
 def test_another_result_is_refused() -> None:
-    with pytest.raises(UserError, match="not of stall"):
-        cells_of(result.read(pictures.SOURCE.with_name("stall.json")))
+    with pytest.raises(UserError, match="not of pacing"):
+        cells_of(result.read(pictures.SOURCE.with_name("pacing.json")))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
-from datetime import UTC, datetime
 
 import pytest
 
@@ -137,15 +137,10 @@ def test_a_p99_takes_a_hundred_kills() -> None:
     assert "recovery_vs_recompute" not in figures
 
 
-def test_the_record_says_how_many_kills_there_were() -> None:
-    options = recovery.RecoveryOptions("m", 5, 4, [200], 136, 8, 0)
-    samples = RecoverySamples(
-        {200: [pair(0.5, 0.5)] * 8}, {"greedy": [[1.0]] * 2, "sampled": [[1.0]] * 2}
-    )
-    record = recovery._result(options, datetime(2026, 1, 1, tzinfo=UTC), 2, samples)
-    assert record.notes[-1].startswith("8 kills a context on each server; their maximum stands")
-    assert record.options["runs"] == 2
-    assert record.figures["pause.200"].samples == [0.5] * 8
+def test_the_notes_say_how_many_kills_there_were() -> None:
+    options = argparse.Namespace(kills=4)
+    told = recovery._slowest(options, 2)
+    assert told.startswith("8 kills a context on each server; their maximum stands")
 
 
 @pytest.mark.parametrize(

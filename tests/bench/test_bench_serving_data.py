@@ -143,18 +143,18 @@ def test_azure_csv_is_in_utc_wherever_it_is_read(
         ("a.jsonl", "", None, "holds no requests"),
         ("a.json", '[{"answer": "x"}]', None, "object 1: none of the fields"),
         ("a.json", '{"prompt": "x"}', None, "not a list of JSON objects"),
-        ("a.csv", "TIMESTAMP,ContextTokens\n", None, "the field GeneratedTokens is missing"),
+        ("a.csv", "TIMESTAMP,ContextTokens\n", None, "no column GeneratedTokens"),
         (
             "a.csv",
             "TIMESTAMP,ContextTokens,GeneratedTokens\nnoon,1,1\n",
             None,
-            "line 2: the field TIMESTAMP is 'noon'",
+            "line 2: TIMESTAMP is 'noon'",
         ),
         (
             "a.csv",
             "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,x,1\n",
             None,
-            "line 2: the field ContextTokens is 'x'",
+            "line 2: ContextTokens is 'x'",
         ),
     ],
 )

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from banaserve.base.errors import UserError
-from banaserve_bench.datasets.files import DATA_VARIABLE, dataset_files, read_texts
+from banaserve_bench.datasets.entries import read_entries
+from banaserve_bench.datasets.files import DATA_VARIABLE, dataset_files
 from banaserve_bench.datasets.prompts import Prompt, prompts, without_middle
 
 BESIDE_CHECKOUT = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -27,8 +28,8 @@ def jsonl(path: Path, *records: object) -> Path:
     return path
 
 
-def texts(path: Path) -> list[str]:
-    return [text for _, text in read_texts(path)]
+def texts(path: Path) -> list[str | None]:
+    return [entry.text for entry in read_entries(path)]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,6 @@ def test_synthetic_prompts_share_no_long_beginning() -> None:
         ("synthetic", (9, 8), "no such lengths"),
         ("synthetic", (1, 1), "only 0 synthetic"),
         ("alpaca", (1, 9), "give their file or folder"),
-        ("file", (1, 9), "need the file"),
     ],
 )
 def test_what_cannot_be(
@@ -157,7 +157,7 @@ def test_the_environment_names_the_folder(tmp_path: Path, monkeypatch: pytest.Mo
     expected = [Prompt("Here it is.", 4, "a.jsonl:1")]
     assert prompts("longbench", 1, 1, 9, 0, tokenize) == expected
     file = jsonl(tmp_path / "mine.jsonl", {"text": "Mine."})
-    assert prompts("file", 1, 1, 9, 0, tokenize, file) == [Prompt("Mine.", 2, "mine.jsonl:1")]
+    assert prompts("alpaca", 1, 1, 9, 0, tokenize, file) == [Prompt("Mine.", 2, "mine.jsonl:1")]
 
 
 @pytest.mark.skipif(

@@ -62,33 +62,33 @@ def test_without_matplotlib_nothing_is_built(
     ("stale", "said"),
     [
         ((), "| the same |"),
-        ([Path("stall.json")], "| changed: stale |"),
+        ([Path("pacing.json")], "| changed: stale |"),
         (None, "| unknown: the history is not whole |"),
     ],
 )
 def test_a_stale_result_is_named(stale: list[Path] | None, said: str, tmp_path: Path) -> None:
-    shutil.copy(results_page.RESULTS / "stall.json", tmp_path)
+    shutil.copy(results_page.RESULTS / "pacing.json", tmp_path)
     text = results_page.page(tmp_path, stale)
     assert said in text
     assert ("STALE" in text) is bool(stale)
 
 
 def test_a_changed_file_changes_the_page(tmp_path: Path) -> None:
-    source = json.loads((results_page.RESULTS / "stall.json").read_text())
-    (tmp_path / "stall.json").write_text(json.dumps(source))
+    source = json.loads((results_page.RESULTS / "pacing.json").read_text())
+    (tmp_path / "pacing.json").write_text(json.dumps(source))
     before = results_page.page(tmp_path)
-    source["figures"]["gap_ratio"]["unit"] = "furlongs"
-    (tmp_path / "stall.json").write_text(json.dumps(source))
+    source["figures"]["x4.ttft"]["unit"] = "furlongs"
+    (tmp_path / "pacing.json").write_text(json.dumps(source))
     after = results_page.page(tmp_path)
     assert before != after
     assert "furlongs" in after
-    assert "make bench NAME=stall" in after
+    assert "make bench NAME=pacing" in after
 
 
 def test_a_result_of_an_unknown_benchmark_is_named(tmp_path: Path) -> None:
-    source = json.loads((results_page.RESULTS / "stall.json").read_text()) | {"name": "stalled"}
-    (tmp_path / "stalled.json").write_text(json.dumps(source))
-    with pytest.raises(UserError, match="stalled"):
+    source = json.loads((results_page.RESULTS / "pacing.json").read_text()) | {"name": "paced"}
+    (tmp_path / "paced.json").write_text(json.dumps(source))
+    with pytest.raises(UserError, match="paced"):
         results_page.page(tmp_path)
 
 

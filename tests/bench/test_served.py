@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ from banaserve.contracts.migration_api import Migration, MigrationRequest, MoveL
 from banaserve_bench.loadgen import servers
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from benchmarks import served
-from benchmarks.served import Seen, ServedOptions, Shape
+from benchmarks.served import Seen, Shape
 
-OPTIONS = ServedOptions("", "tiny", "bfloat16", 2, 100, 4, 8, 1 << 20, True, 30.0)
+OPTIONS = argparse.Namespace(prompts=2, prompt_tokens=100, output_tokens=4, stream_tokens=8)
 SHAPE = Shape(num_layers=8, num_kv_heads=2, num_experts=0, vocab_size=500)
 TOKENS = [1, 2, 3, 4]
 
@@ -71,9 +71,8 @@ async def test_a_lost_guest_leaves_a_result(
     seen = await seen_of(Admin(*errors))
     assert "layers" in seen.moves, "one of the two has left and come home"
     plain = Seen(alone=seen.alone, streams={"": seen.streams["layers"]})
-    found = served._result(OPTIONS, datetime.now(UTC), plain, seen)
-    assert found.figures["equal_layers"].min == 1.0
-    assert any(why in note for note in found.notes)
+    assert served._figures(plain, seen)["equal_layers"] == ([1.0], "fraction")
+    assert any(why in note for note in served._notes(seen))
 
 
 def test_failed_requests_are_other_answers_and_a_note() -> None:
@@ -81,12 +80,12 @@ def test_failed_requests_are_other_answers_and_a_note() -> None:
     bad = RequestRecord(id="0", sent_at_s=0.0, error="HTTP 500")
     plain = Seen(alone=[good], streams={"": [good]})
     ours = Seen(alone=[good, bad], again=[good], streams={"heads": [bad]})
-    found = served._result(OPTIONS, datetime.now(UTC), plain, ours)
-    assert found.figures["equal_handed_over"].min == 0.5
-    assert found.figures["equal_heads"].min == 0.0
-    assert "handed over: 1 of 2 requests failed: HTTP 500" in found.notes
+    found = served._figures(plain, ours)
+    assert found["equal_handed_over"] == ([0.5], "fraction")
+    assert found["equal_heads"] == ([0.0], "fraction")
+    assert "handed over: 1 of 2 requests failed: HTTP 500" in served._notes(ours)
     with pytest.raises(UserError, match="plain vLLM: 1 of 2 requests failed"):
-        served._result(OPTIONS, datetime.now(UTC), Seen(alone=[bad], streams={"": [good]}), ours)
+        served._figures(Seen(alone=[bad], streams={"": [good]}), ours)
 
 
 # ---- logs of servers

@@ -24,7 +24,7 @@ from banaserve_mooncake import supervisor as mooncake_supervisor
 from banaserve_mooncake.config import parse_url
 from banaserve_mooncake.process import KEY_PREFIX
 from banaserve_mooncake.tier import MooncakeTier
-from benchmarks.kvstore.peers import Peer, missing_mooncake, mooncake_master
+from mooncake_master import Peer, missing_mooncake, mooncake_master
 
 pytestmark = pytest.mark.deep
 

@@ -15,7 +15,7 @@ from banaserve.kvstore.client.admin import fetch_stats
 from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.leases import Lookup
-from benchmarks.kvstore.peers import missing_mooncake, mooncake_master
+from mooncake_master import missing_mooncake, mooncake_master
 from waiting import eventually
 
 MISSING = missing_mooncake()

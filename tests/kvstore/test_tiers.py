@@ -23,7 +23,7 @@ from banaserve.kvstore.tiers.interface import (
 from banaserve.kvstore.tiers.ssd.files import aligned_bytes
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
 from banaserve_mooncake import supervisor as mooncake_supervisor
-from benchmarks.kvstore.peers import joined_mooncake, missing_mooncake, mooncake_master
+from mooncake_master import joined_mooncake, missing_mooncake, mooncake_master
 
 pytestmark = pytest.mark.deep
 

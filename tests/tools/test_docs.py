@@ -59,7 +59,7 @@ def test_a_page_that_only_a_build_makes_is_a_dead_link(
 def test_a_link_to_a_result_leads_somewhere_in_a_clone(tmp_path: Path) -> None:
     document = tmp_path / "page.md"
     results = ROOT / "benchmarks" / "results"
-    document.write_text(f"[all]({results}) [one]({results}/stall.json)\n")
+    document.write_text(f"[all]({results}) [one]({results}/pacing.json)\n")
     assert list(check.findings_in(document)) == []
 
 
@@ -86,7 +86,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_site_has_what_its_pages_link_to(site: Path) -> None:
-    assert (site / "benchmarks" / "results" / "stall.json").is_file()
+    assert (site / "benchmarks" / "results" / "pacing.json").is_file()
     for page in site.rglob("*.md"):
         for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
             if "://" not in target:
@@ -121,7 +121,7 @@ def test_a_link_to_a_folder_leads_to_the_repository_or_is_its_name(
     ("target", "shown"),
     [
         ("../../benchmarks/results/", "../../benchmarks/RESULTS.md"),
-        ("../../benchmarks/results/stall.json", "../../benchmarks/RESULTS.md#stall"),
+        ("../../benchmarks/results/pacing.json", "../../benchmarks/RESULTS.md#pacing"),
         (
             "../../benchmarks/results/compare-paced/compare-alpaca.json",
             "../../benchmarks/RESULTS.md#compare-pacedcompare-alpaca",

@@ -153,7 +153,7 @@ def test_names_of_commands_in_a_document(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "`make tset` `make test`\n`banaserve serv`\n`make bench NAME=stal`\n"
-        "`python -m benchmarks stall`\n`banaserve bench servin`\n"
+        "`python -m benchmarks pacing`\n`banaserve bench servin`\n"
     )
     assert [(one.line, one.words) for one in documents.names_in(page)] == [
         (1, "there is no `make tset`"),

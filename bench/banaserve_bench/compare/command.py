@@ -142,8 +142,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(
             f"interrupted: what is complete is kept in {given.out}; the same command goes on there"
         ) from None
-    for page in _write(given, systems, workloads, started_at):
-        print(page)
+    _write(given, systems, workloads, started_at)
     return 0
 
 
@@ -161,9 +160,9 @@ def _write(
     systems: Sequence[ServerSystem],
     workloads: Sequence[Workload],
     started_at: datetime,
-) -> list[Path]:
-    """Write the complete runs of each workload and the report; return the report's pages."""
-    written = []
+) -> None:
+    """Write the complete runs of each workload and the report; print the report's path."""
+    has_written = False
     for workload in workloads:
         ran = complete_runs(given, systems, workload)
         if not ran:
@@ -171,11 +170,12 @@ def _write(
         simulated = simulated_cells(given, systems, workload)
         record = as_result(given, systems, workload, ran, simulated, started_at)
         result.write(record, given.out / f"compare-{workload.name}.json")
-        written.append(record)
+        has_written = True
         for name, one in ran.items():
             print(f"\n{workload.name}: {name}")
             Console().print(table(one.cells))
-    return write_report(given.out, given.out, "Systems side by side") if written else []
+    if has_written:
+        print(write_report(given.out, given.out, "Systems side by side"))
 
 
 async def _run(
@@ -231,7 +231,7 @@ async def _one(
     start: StartPlacement | None,
 ) -> SystemRun:
     folder = folder_of(given, system, workload)
-    await _answers(client, [_call("warm", [7, 8, 9], 2)])
+    await _answers(client, [CompletionCall.exact("warm", [7, 8, 9], 2)])
     lacking = [cell for cell in workload.plan.cells() if folder.summary(cell) is None]
     before_s, began_s = server.cpu_s(), time.time()
 
@@ -299,11 +299,9 @@ def _checked_calls(given: argparse.Namespace, workload: Workload) -> list[Comple
     """Return the first requests of the first cell, which the system has already served."""
     first = workload.plan.cells()[0]
     items = workload.dataset.items(workload.plan.count(first), first.name, 0)[: given.check]
-    return [_call(f"check{n}", item.prompt, CHECK_TOKENS) for n, item in enumerate(items)]
-
-
-def _call(name: str, prompt: str | list[int], max_tokens: int) -> CompletionCall:
-    return CompletionCall(name, prompt=prompt, max_tokens=max_tokens, extra={"ignore_eos": True})
+    return [
+        CompletionCall.exact(f"check{n}", item.prompt, CHECK_TOKENS) for n, item in enumerate(items)
+    ]
 
 
 async def _answers(client: OpenAiClient, calls: Sequence[CompletionCall]) -> list[list[int]]:

@@ -16,11 +16,8 @@ Formats, distinguished by file name and fields (each file may be compressed, ``.
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,9 +25,9 @@ import msgspec
 
 from banaserve.base.errors import UserError
 from banaserve.base.records import read_records, unpacked
+from banaserve.sim.load.trace import read_trace
 from banaserve_bench.datasets.files import prompt_of, prompt_templates
 
-_AZURE_FIELDS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _REQUIRED = {
     "alpaca": ("instruction",),
     "azure": ("t", "input_length", "output_length"),
@@ -38,7 +35,6 @@ _REQUIRED = {
 }
 """Required fields of the objects of named datasets, in addition to the checks of all datasets."""
 _MAX_TOKENS = 10**9
-_MAX_DIGITS = 10
 _MAX_SHOWN_CHARS = 80
 
 
@@ -78,7 +74,7 @@ def read_entries(path: Path, kind: str | None = None) -> list[DatasetEntry]:
         UserError: The file cannot be read, or an entry is wrong; the message names file, line and
             field.
     """
-    found = list(_csv(path) if ".csv" in path.suffixes else _objects(path, kind))
+    found = list(_azure(path) if ".csv" in path.suffixes else _objects(path, kind))
     if not found:
         raise UserError(f"{path} holds no requests")
     return found
@@ -159,39 +155,13 @@ def _count(record: Mapping[str, Any], field: str, where: str) -> int:
     return value
 
 
-def _csv(path: Path) -> Iterator[DatasetEntry]:
-    try:
-        text = unpacked(path).decode()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not a text file: {error}") from error
-    rows = csv.DictReader(io.StringIO(text))
-    try:
-        for field in _AZURE_FIELDS:
-            if field not in (rows.fieldnames or ()):
-                _refuse(f"{path}, line 1", field, "is missing in the header")
-        yield from _rows(rows, path)
-    except csv.Error as error:
-        raise UserError(f"{path}, line {rows.line_num + 1}: no line of a table: {error}") from None
-
-
-def _rows(rows: csv.DictReader[str], path: Path) -> Iterator[DatasetEntry]:
-    for row in rows:
-        where = f"{path}, line {rows.line_num}"
-        try:
-            at = datetime.fromisoformat((row["TIMESTAMP"] or "").strip())
-        except ValueError:
-            _refuse(where, "TIMESTAMP", f"is {_shown(row['TIMESTAMP'])}, not a time")
-        lengths = {}
-        for field in _AZURE_FIELDS[1:]:
-            word = (row[field] or "").strip()
-            is_number = word.isdecimal() and len(word) <= _MAX_DIGITS
-            lengths[field] = _count({field: int(word) if is_number else word}, field, where)
+def _azure(path: Path) -> Iterator[DatasetEntry]:
+    for number, row in enumerate(read_trace(path), start=1):
         yield DatasetEntry(
-            source=f"{path.name}:{rows.line_num}",
-            prompt_tokens=lengths["ContextTokens"],
-            output_tokens=lengths["GeneratedTokens"],
-            # Some of Azure's traces state an offset from UTC; the others are in UTC.
-            at_s=(at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp(),
+            source=f"{path.name}:{number}",
+            prompt_tokens=row.prompt_tokens,
+            output_tokens=row.output_tokens,
+            at_s=row.at_s,
         )
 
 

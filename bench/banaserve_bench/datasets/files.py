@@ -14,15 +14,14 @@ The fields of an object say what it is:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from banaserve.base.errors import UserError
 from banaserve.base.names import check_known
-from banaserve.base.records import read_records
 
 _FILES = {
     "alpaca": ("yahma/alpaca-cleaned", "alpaca_data_cleaned.json"),
@@ -66,13 +65,6 @@ _PATTERNS = {
 }
 
 
-class Text(NamedTuple):
-    """A prompt of a data file: its source (file and line) and its text."""
-
-    source: str
-    text: str
-
-
 def data_folder(given: Path | None) -> Path | None:
     """Return the folder of data files: ``given``, else that of BANASERVE_DATA, else None."""
     named = os.environ.get(DATA_VARIABLE)
@@ -100,20 +92,6 @@ def dataset_files(kind: str, folder: Path | None) -> list[Path]:
         if found := sorted(folder.glob(pattern)):
             return found
     raise UserError(f"no {kind} file in {folder} (looked for {', '.join(_PATTERNS[kind])})")
-
-
-def read_texts(path: Path) -> Iterator[Text]:
-    """Yield the prompts of ``path`` in their order.
-
-    Raises:
-        UserError: The file is missing, not JSON lines, or an object has none of the known fields.
-    """
-    templates = prompt_templates(path)
-    for number, record in read_records(path):
-        try:
-            yield Text(f"{path.name}:{number}", prompt_of(record, path, templates))
-        except KeyError as error:
-            raise UserError(f"{path}, line {number}: {error.args[0]}") from error
 
 
 def prompt_templates(path: Path) -> Mapping[str, str]:

@@ -10,12 +10,13 @@ from pathlib import Path
 
 from banaserve.base.errors import UserError
 from banaserve.base.names import check_known
-from banaserve_bench.datasets.files import Text, data_folder, dataset_files, read_texts
+from banaserve_bench.datasets.entries import read_entries
+from banaserve_bench.datasets.files import data_folder, dataset_files
 from banaserve_bench.datasets.synthetic_prompts import write_prompt
 
 Tokenize = Callable[[str], Sequence[int]]
 
-KINDS = ("alpaca", "file", "longbench", "synthetic")
+KINDS = ("alpaca", "longbench", "synthetic")
 
 _MARK = "\n[...]\n"
 
@@ -52,7 +53,7 @@ def prompts(
     drawn uniformly from the requested range. Equal arguments give equal prompts.
 
     Args:
-        kind: alpaca, longbench, file (any of the known formats, at ``data``) or synthetic.
+        kind: alpaca, longbench or synthetic.
         data: Folder or file of the data; None for the one that BANASERVE_DATA names.
 
     Raises:
@@ -77,22 +78,17 @@ def prompts(
     return found
 
 
-def _texts(kind: str, folder: Path | None, draws: random.Random) -> Iterator[Text]:
-    """Yield each text of a dataset once, in random order."""
-    if kind == "file":
-        if folder is None or not folder.is_file():
-            raise UserError("prompts from a file need the file: give it with --data")
-        files = [folder]
-    else:
-        files = dataset_files(kind, folder)
-    different = {text.text: text for file in files for text in read_texts(file)}
-    shuffled = list(different.values())
+def _texts(kind: str, folder: Path | None, draws: random.Random) -> Iterator[tuple[str, str]]:
+    """Yield source and text of each prompt of a dataset once, in random order."""
+    entries = [entry for file in dataset_files(kind, folder) for entry in read_entries(file)]
+    different = {entry.text: entry.source for entry in entries if entry.text is not None}
+    shuffled = [(source, text) for text, source in different.items()]
     draws.shuffle(shuffled)
     yield from shuffled
 
 
 def _fitting(
-    texts: Iterable[Text],
+    texts: Iterable[tuple[str, str]],
     min_tokens: int,
     max_tokens: int,
     may_cut: bool,

@@ -104,6 +104,12 @@ class CompletionCall:
         if (self.prompt is None) == (not self.messages):
             raise ValueError("give either a prompt or messages")
 
+    @classmethod
+    def exact(cls, id: str, prompt: str | list[int], num_tokens: int, **extra: Any) -> Self:
+        """Return a greedy call whose answer has ``num_tokens`` tokens on vLLM."""
+        more = {"ignore_eos": True, **extra}
+        return cls(id, prompt=prompt, max_tokens=num_tokens, extra=more)
+
     @property
     def path(self) -> str:
         return "/v1/completions" if self.prompt is not None else "/v1/chat/completions"

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import os
 import random
-import re
 import shutil
 import signal
 import socket
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 from banaserve.base.errors import UserError
 from banaserve.contracts.environment import engine_environment
@@ -29,8 +29,6 @@ from banaserve.contracts.environment import engine_environment
 LOGS_VARIABLE = "BANASERVE_BENCH_LOGS"
 SHARES_GPU = ("--gpu-memory-utilization", "0.4")
 """Options of an engine beside another one on a GPU: it refuses to start where less is free."""
-_METRIC = re.compile(r"^([^\s{#]+)(?:\{(.*)\})?\s+(\S+)$")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _START_TIMEOUT_S = 300.0
 _FOUND_TIMEOUT_S = 20.0
 _AVAILABLE = "banaserve_route_target_available"
@@ -104,19 +102,21 @@ class Server:
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of the samples of ``name`` that carry ``labels``."""
-        total = 0.0
         page_of_one = f"{self.url}/metrics?{urllib.parse.urlencode({'name[]': name})}"
         with urllib.request.urlopen(page_of_one, timeout=30) as page:
-            for line in page.read().decode().splitlines():
-                if not line.startswith(name):  # a page has a thousand lines and more
-                    continue
-                match = _METRIC.match(line)
-                if match is None or match[1] != name:
-                    continue
-                given = dict(_LABEL.findall(match[2] or ""))
-                if all(given.get(key) == value for key, value in labels.items()):
-                    total += float(match[3])
-        return total
+            text = page.read().decode()
+        # Parsing a whole page of a thousand lines would take a while.
+        lines = [line for line in text.splitlines() if line.startswith(name)]
+        samples = (
+            sample
+            for family in text_string_to_metric_families("\n".join([*lines, ""]))
+            for sample in family.samples
+        )
+        return sum(
+            one.value
+            for one in samples
+            if one.name == name and labels.items() <= one.labels.items()
+        )
 
     def wait_ready(self) -> None:
         """Return when the server answers.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from banaserve_bench.report.tables import Table, is_empty
 from banaserve_bench.serving.summary import Summary
@@ -11,20 +11,7 @@ from banaserve_bench.serving.summary import Summary
 Cells = Mapping[str, Sequence[Summary]]
 
 
-class _Claim(NamedTuple):
-    """Throughput ratios that section 5 of BanaServe gives, over all rates."""
-
-    over_static: str
-    over_colocated: str
-
-
 _OURS = "banaserve"
-_PAPER = {
-    ("opt-13b-a100", "alpaca"): _Claim("2.8 to 3.9", "up to 3.9"),
-    ("opt-13b-a100", "longbench"): _Claim("1.1 to 1.3", "up to 1.3"),
-    ("llama-13b-a100", "alpaca"): _Claim("1.1 to 1.2", "1.1 to 1.2"),
-    ("llama-13b-a100", "longbench"): _Claim("1.3 to 1.5", "up to 1.5"),
-}
 _COMPARED = (
     ("output tokens/s", "output_tokens_per_s"),
     ("goodput /s", "goodput_per_s"),
@@ -35,14 +22,12 @@ _COMPARED = (
 )
 
 
-def extra_tables(
-    options: Mapping[str, Any], raw: Mapping[str, Any], cells: Cells, simulated: Cells
-) -> list[tuple[str, Table]]:
+def extra_tables(raw: Mapping[str, Any], cells: Cells, simulated: Cells) -> list[tuple[str, Table]]:
     """Return the tables that are not empty, with their captions."""
     found = [
         (
             f"{_OURS} over each of the others, the same requests; means over seeds",
-            _ratios(options, cells, simulated),
+            _ratios(cells, simulated),
         ),
         ("The simulator over the engines, the same requests", _errors(cells, simulated)),
         ("Steps that the orchestrator began", _decisions(raw.get("decisions", {}))),
@@ -66,11 +51,11 @@ def _over(ours: float | None, theirs: float | None) -> str:
     return f"{ours / theirs:.2f}" if ours is not None and theirs else "-"
 
 
-def _ratios(options: Mapping[str, Any], cells: Cells, simulated: Cells) -> Table:
+def _ratios(cells: Cells, simulated: Cells) -> Table:
     told = [name for name, _ in _COMPARED]
     head = ["over", "load", *told]
     if simulated:
-        head += ["tokens/s simulated", "tokens/s in the paper"]
+        head += ["tokens/s simulated"]
     table = [head]
     for other in cells:
         if other == _OURS or _OURS not in cells:
@@ -83,17 +68,8 @@ def _ratios(options: Mapping[str, Any], cells: Cells, simulated: Cells) -> Table
                 metric = "output_tokens_per_s"
                 ours, theirs = simulated.get(_OURS, ()), simulated.get(other, ())
                 row += [_over(_mean(ours, load, metric), _mean(theirs, load, metric))]
-                row += [_claimed(options, other)]
             table.append(row)
     return table
-
-
-def _claimed(options: Mapping[str, Any], other: str) -> str:
-    dataset = str(options.get("workload", "")).removesuffix("-like")
-    claim = _PAPER.get((str(options.get("pace")), dataset))
-    if claim is None:
-        return "-"
-    return claim.over_static if other == "static-pd" else claim.over_colocated
 
 
 def _errors(cells: Cells, simulated: Cells) -> Table:

@@ -1,19 +1,21 @@
-"""Tables of a report, the best value of each row marked, and their form in HTML and Markdown."""
+"""Tables of a report in Markdown, the best value of each row marked."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 
 from banaserve.base.figure_text import interval_text, number, row, with_half
 from banaserve.base.statistics import mean_interval
-from banaserve_bench.report.serving_metrics import (
+from banaserve_bench.report.standings import (
+    MIN_LEAD_FRACTION,
+    MIN_LEAD_OF_ONE_RUN_FRACTION,
     SERVING_METRICS,
     ServingMetric,
+    Standing,
     load_words,
     loads_of,
+    standings,
 )
-from banaserve_bench.report.standings import Standing, standings
 from banaserve_bench.results.result import Figure
 from banaserve_bench.serving.summary import Summary
 from banaserve_bench.units import NO_VALUE, scaled
@@ -23,8 +25,10 @@ LIKE_THE_BEST = "≈"
 _LOADS = ("requests/s", "at once")
 """Endings of a load in words, which begins with a digit but is not a number."""
 MARKS = (
-    f"Bold: the best of its row; {LIKE_THE_BEST}: not told apart from it; in brackets: not "
-    "compared, since the system lost more requests than others."
+    f"Bold: the best of its row; {LIKE_THE_BEST}: not told apart from it, since the 95% interval "
+    "of the differences, request set by request set, contains zero or they are below "
+    f"{MIN_LEAD_FRACTION:.0%} ({MIN_LEAD_OF_ONE_RUN_FRACTION:.0%} after one run, which has no "
+    "spread); in brackets: not compared, since the system lost more requests than others."
 )
 
 
@@ -137,27 +141,8 @@ def _is_number(cell: str) -> bool:
     return cell == NO_VALUE or (text[:1].isdigit() and not text.endswith(_LOADS))
 
 
-def as_html(table: Table) -> str:
-    """Return the table as an element; columns of numbers are right-aligned, others left-aligned."""
-    head, *rows = table
-    kinds = ["number" if one else "" for one in number_columns(rows)]
-    lines = [_html_row("th", head, kinds), *(_html_row("td", cells, kinds) for cells in rows)]
-    body = "\n".join(lines[1:])
-    return f"<table><thead>{lines[0]}\n</thead><tbody>\n{body}\n</tbody></table>"
-
-
-def _html_row(tag: str, cells: Sequence[str], kinds: Sequence[str]) -> str:
-    return f"<tr>{''.join(map(_html_cell, [tag] * len(cells), cells, kinds))}</tr>"
-
-
-def _html_cell(tag: str, cell: str, kind: str) -> str:
-    classes = " ".join(filter(None, (kind, "best" if isinstance(cell, Best) else "")))
-    named = f' class="{classes}"' if classes else ""
-    return f"<{tag}{named}>{escape(cell)}</{tag}>"
-
-
 def as_markdown(table: Table) -> str:
-    """Return the table in GitHub's Markdown, aligned as by ``as_html``, the best values bold.
+    """Return the table in GitHub's Markdown, numbers right-aligned and the best values bold.
 
     The columns of the source text are aligned too.
     """

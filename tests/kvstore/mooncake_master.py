@@ -1,11 +1,10 @@
-"""Other stores that a benchmark or a test starts for itself: mooncake_master and Redis."""
+"""Master of Mooncake Store that a test starts for itself."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +17,7 @@ from banaserve.base.errors import UserError
 from banaserve_bench.loadgen.servers import end_with_parent, free_port
 from banaserve_mooncake.config import check_installed
 from banaserve_mooncake.tier import MooncakeTier
+from waiting import eventually
 
 _START_TIMEOUT_S = 30.0
 
@@ -36,11 +36,7 @@ class Peer:
         return self._process.pid
 
     def start(self) -> None:
-        """Start the process and return when it accepts connections.
-
-        Raises:
-            UserError: The process ended, or accepted no connection in time.
-        """
+        """Start the process and return when it accepts connections."""
         self._process = subprocess.Popen(
             self._command,
             stdin=subprocess.DEVNULL,
@@ -49,14 +45,14 @@ class Peer:
             start_new_session=True,
             preexec_fn=end_with_parent,
         )
-        until_s = time.monotonic() + _START_TIMEOUT_S
-        while time.monotonic() < until_s and self._process.poll() is None:
-            with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", self.port)).close()
-                return
-            time.sleep(0.02)
-        self.kill()
-        raise UserError(f"{Path(self._command[0]).name} did not start")
+        eventually(lambda: self._process.poll() is not None or self._accepts(), self._command[0])
+        assert self._process.poll() is None, f"{self._command[0]} ended"
+
+    def _accepts(self) -> bool:
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", self.port)).close()
+            return True
+        return False
 
     def pause(self) -> None:
         """Stop the process with its connections open; return when it has stopped."""
@@ -79,13 +75,6 @@ def missing_mooncake() -> str | None:
         check_installed()
     except UserError as error:
         return str(error)
-    return None
-
-
-def missing_redis() -> str | None:
-    """Return the reason why Redis cannot be used here; None if it can."""
-    if shutil.which("redis-server") is None:
-        return "redis-server is not on PATH"
     return None
 
 
@@ -117,22 +106,6 @@ def mooncake_master() -> Iterator[Peer]:
     command = [str(Path(spec.origin).with_name("mooncake_master")), f"--rpc_port={port}"]
     command += ["--rpc_address=127.0.0.1", "--rpc_thread_num=2"]
     command += ["--metrics_host=127.0.0.1", f"--metrics_port={free_port()}"]
-    with _running(command, port) as peer:
-        yield peer
-
-
-@contextlib.contextmanager
-def redis_server() -> Iterator[Peer]:
-    """Run Redis without persistence on a free port of the loopback."""
-    port = free_port()
-    command = ["redis-server", "--bind", "127.0.0.1", "--port", str(port)]
-    command += ["--save", "", "--appendonly", "no"]
-    with _running(command, port) as peer:
-        yield peer
-
-
-@contextlib.contextmanager
-def _running(command: list[str], port: int) -> Iterator[Peer]:
     peer = Peer(command, port)
     try:
         yield peer
