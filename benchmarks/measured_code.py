@@ -36,6 +36,7 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
             "route/banaserve_route/balancer",
             "bench/banaserve_bench/compare",
         ),
+        "copies": ("csrc/block_copy.cpp", "csrc/block_copy.h", "benchmarks/copies.py"),
         "elastic": _ELASTIC,
         "elastic-cpu": (*_SERVER, "banaserve/orchestrator/planner", "benchmarks/elastic_cpu"),
         "elastic-paced": (*_ELASTIC, *_SERVER, *_PACE),

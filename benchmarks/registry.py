@@ -15,6 +15,9 @@ BENCHMARKS = {
         "benchmarks.cells.command",
         "What of the control plane grows how with instances, requests and cells?",
     ),
+    "copies": Benchmark(
+        "benchmarks.copies", "How near do copies of scattered blocks come to memcpy?"
+    ),
     "demo": Benchmark("benchmarks.demo", "What does it look like when the load swings?"),
     "elastic": Benchmark(
         "benchmarks.elastic.command",
