@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import itertools
 import secrets
 import socket
 import time
@@ -184,15 +185,13 @@ async def survey_nodes(
     """
     nodes = await asyncio.gather(*(inspected(place, credentials, asked) for place in places))
     there = [place for place, node in zip(places, nodes, strict=True) if node.found is not None]
-    links = []
-    for target in there:
-        measured = await measure_link(target.host, target.port, credentials)
-        links.append(LinkReport(HERE, _name(target), measured))
-    for source in there:
-        for target in there:
-            if source != target:
-                measured = await measured_from(source, target, credentials)
-                links.append(LinkReport(_name(source), _name(target), measured))
+    links = [
+        LinkReport(HERE, _name(one), await measure_link(one.host, one.port, credentials))
+        for one in there
+    ]
+    for source, target in itertools.permutations(there, 2):
+        measured = await measured_from(source, target, credentials)
+        links.append(LinkReport(_name(source), _name(target), measured))
     return list(nodes), links
 
 

@@ -20,13 +20,12 @@ from banaserve.base.net.connections import ConnectionTable, address_of
 from banaserve.base.net.refusal_log import RefusalLog
 from banaserve.base.net.sockets import (
     IDLE_S,
-    StalledWrites,
     connections_within,
     is_own_fault,
     keep_alive,
-    num_unread_bytes,
     raise_descriptor_limit,
 )
+from banaserve.base.net.stalled_writes import StalledWrites, num_unread_bytes
 
 
 class Connection:

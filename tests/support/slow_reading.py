@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from banaserve.base.net.sockets import num_unread_bytes
+from banaserve.base.net.stalled_writes import num_unread_bytes
 
 _PART_BYTES = 2**17
 _WAIT_S = 30.0

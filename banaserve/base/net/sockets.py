@@ -1,15 +1,11 @@
-"""Sockets and descriptors: their number, keep-alive, and data that a client does not read."""
+"""Sockets and other descriptors: their number, errors for lack of them, and keep-alive."""
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import resource
 import socket
-import struct
-import termios
-from asyncio import Transport
 from asyncio.trsock import TransportSocket
 
 _OWN_FAULTS = frozenset(
@@ -78,7 +74,9 @@ be sent to another server."""
 def keep_alive(listening: socket.socket) -> None:
     """Let every connection that ``listening`` accepts from now on send keep-alive probes.
 
-    Linux copies the options of a listening socket to the accepted sockets.
+    Probes find a peer whose host or network has failed without closing connections: the kernel of a
+    live host answers them, also for a process that is busy or stopped. Linux copies the options of
+    a listening socket to the accepted sockets.
     """
     if listening.family not in (socket.AF_INET, socket.AF_INET6):
         return
@@ -101,40 +99,3 @@ def watch_server(connection: socket.socket | TransportSocket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SERVER_INTERVAL_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SERVER_PROBES)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_s * 1000)
-
-
-class StalledWrites:
-    """Timer of how long the number of bytes that wait for one client has not changed.
-
-    A growing number counts as a change too: senders stop at the transport's high-water mark, so for
-    a client that reads nothing the number soon stays constant.
-    """
-
-    __slots__ = ("_num_bytes", "_since_s")
-
-    def __init__(self) -> None:
-        self._num_bytes = 0
-        self._since_s = 0.0
-
-    def stalled_s(self, num_bytes: int, now_s: float) -> float:
-        """Return the seconds since the number of waiting bytes changed; 0 if no bytes wait."""
-        if num_bytes != self._num_bytes or not num_bytes:
-            self._num_bytes, self._since_s = num_bytes, now_s
-        return now_s - self._since_s
-
-
-def num_unread_bytes(transport: Transport) -> int:
-    """Return the number of bytes that wait for a client in the transport or, over TLS, the kernel.
-
-    Between the two is the buffer of the transport below TLS, whose size event loops do not report:
-    while it holds bytes, the kernel's buffer is full.
-    """
-    waiting = transport.get_write_buffer_size()
-    sock = transport.get_extra_info("socket")
-    if waiting or sock is None or transport.get_extra_info("sslcontext") is None:
-        return waiting
-    try:
-        (unsent,) = struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)))
-    except (OSError, ValueError):  # it is closed
-        return 0
-    return int(unsent)

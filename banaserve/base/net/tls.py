@@ -154,7 +154,9 @@ class ClientListener(Protocol):
 class TlsListener:
     """Listener that passes each connection to a protocol of ``factory`` after its handshake.
 
-    The protocol replaces its handshake in ``table`` when it adds itself there.
+    It counts a connection from the moment it is accepted: a server of asyncio reports a connection
+    only after the handshake, which a silent client never completes. The protocol replaces its
+    handshake in ``table`` when it adds itself there.
 
     Args:
         handshake_s: Maximum time of a handshake, in seconds.

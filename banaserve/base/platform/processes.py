@@ -248,8 +248,9 @@ def spawn_module(
 ) -> subprocess.Popen[bytes]:
     """Start ``python -m module ARGUMENTS...``, which reads ``said`` from its standard input.
 
-    If the process is to die with its parent, call this from a thread that lives as long as the
-    process should.
+    Every user of the machine can see command lines, and ``said`` may contain secrets. If the
+    process is to die with its parent, call this from a thread that lives as long as the process
+    should.
 
     Args:
         in_session: True if the process stays in this process's session.

@@ -239,25 +239,14 @@ def _numbers(text: str, option: str) -> list[int]:
     return [int(word) for word in words]
 
 
-app = App(
-    None,
-    "Move layers, heads, experts and older KV blocks between instances of a running server.",
-    layers=layers,
-    heads=heads,
-    context=context,
-    experts=experts,
-    **{"return": take_home},
-    overlap=overlap,
-    share=share,
-)
-
-
 def experts_for(chosen: Sequence[int], share: float) -> tuple[int, ...]:
     """Return the experts whose part of all choices is close to ``share``, ascending.
 
-    Experts are ordered from most to least chosen. From each place in this order, two sets are
-    considered: the experts that together just reach the share, and those that fit into it, with and
-    without one more. The set nearest to the share is taken; among equals, that with fewer experts.
+    The work of an expert depends on how often the model's router chooses it: half of the experts
+    need not be half of the work. Experts are ordered from most to least chosen. From each place in
+    this order, two sets are considered: the experts that together just reach the share, and those
+    that fit into it, with and without one more. The set nearest to the share is taken; among
+    equals, that with fewer experts.
 
     Args:
         chosen: Number of choices of each expert.
@@ -296,3 +285,16 @@ def _from(by_load: Sequence[int], chosen: Sequence[int], wanted: float) -> Itera
         yield fitting
         left = [expert for expert in by_load if expert not in set(fitting)]
         yield [*fitting, *left[-1:]]
+
+
+app = App(
+    None,
+    "Move layers, heads, experts and older KV blocks between instances of a running server.",
+    layers=layers,
+    heads=heads,
+    context=context,
+    experts=experts,
+    **{"return": take_home},
+    overlap=overlap,
+    share=share,
+)

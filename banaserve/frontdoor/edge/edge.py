@@ -11,7 +11,7 @@ from typing import Protocol
 from starlette.types import Scope
 
 from banaserve.base.net.connections import ConnectionTable
-from banaserve.base.net.sockets import StalledWrites, num_unread_bytes
+from banaserve.base.net.stalled_writes import StalledWrites, num_unread_bytes
 from banaserve.frontdoor.edge.limits import EdgeLimits
 from banaserve.frontdoor.edge.refusals import closing_answer, note
 

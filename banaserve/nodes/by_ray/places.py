@@ -234,6 +234,9 @@ _TAKEN_OUT = ("OMP_NUM_THREADS",)
 class AgentActor:
     """Actor that runs ``banaserve node`` as a process beside itself.
 
+    Engines inside an actor would lose its placement group, and would get the environment variables
+    that Ray sets for its own tasks.
+
     Args:
         key: Key of the cluster.
     """

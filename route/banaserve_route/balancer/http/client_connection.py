@@ -10,7 +10,7 @@ from typing import Protocol, cast
 
 import httptools
 
-from banaserve.base.net.sockets import StalledWrites, num_unread_bytes
+from banaserve.base.net.stalled_writes import StalledWrites, num_unread_bytes
 from banaserve_route.balancer.http import replies
 from banaserve_route.balancer.http.request import MAX_HEAD_BYTES, ClientRequest, RequestRefusedError
 
