@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from banaserve.base.errors import ProtocolError
-from banaserve.base.net.addresses import written
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import NodeLink, NodeLostError, connect
 from banaserve.nodes.messages import (
@@ -186,12 +185,12 @@ async def survey_nodes(
     nodes = await asyncio.gather(*(inspected(place, credentials, asked) for place in places))
     there = [place for place, node in zip(places, nodes, strict=True) if node.found is not None]
     links = [
-        LinkReport(HERE, _name(one), await measure_link(one.host, one.port, credentials))
+        LinkReport(HERE, one.name, await measure_link(one.host, one.port, credentials))
         for one in there
     ]
     for source, target in itertools.permutations(there, 2):
         measured = await measured_from(source, target, credentials)
-        links.append(LinkReport(_name(source), _name(target), measured))
+        links.append(LinkReport(source.name, target.name, measured))
     return list(nodes), links
 
 
@@ -202,8 +201,8 @@ async def inspected(
     try:
         found = await _asked(place, credentials, asked, Inspected)
     except (NodeLostError, ProtocolError) as error:
-        return NodeReport(_name(place), None, problem=str(error))
-    return NodeReport(_name(place), found, found.time_s - time.time())
+        return NodeReport(place.name, None, problem=str(error))
+    return NodeReport(place.name, found, found.time_s - time.time())
 
 
 async def measured_from(
@@ -226,13 +225,9 @@ async def _asked(
         async with asyncio.timeout(_ANSWER_S):
             answer = await link.receive()
     except TimeoutError:
-        raise NodeLostError(f"node {_name(place)} does not answer") from None
+        raise NodeLostError(f"node {place.name} does not answer") from None
     finally:
         await link.close()
     if not isinstance(answer, kind):
         raise ProtocolError(f"it says {type(answer).__name__}")
     return answer
-
-
-def _name(place: AgentPlace) -> str:
-    return written(place.host, place.port)

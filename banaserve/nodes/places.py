@@ -10,7 +10,7 @@ import msgspec
 from banaserve.base.access.key_files import CLUSTER_KEY_VARIABLE
 from banaserve.base.config import ServeConfig
 from banaserve.base.errors import UserError
-from banaserve.base.net.addresses import host_and_port
+from banaserve.base.net.addresses import host_and_port, written
 from banaserve.nodes.credentials import MIN_KEY_BYTES
 
 
@@ -19,6 +19,11 @@ class AgentPlace(msgspec.Struct, frozen=True):
 
     host: str
     port: int
+
+    @property
+    def name(self) -> str:
+        """Display name of the node, ``HOST:PORT``."""
+        return written(self.host, self.port)
 
 
 class NumberedPlace(NamedTuple):
