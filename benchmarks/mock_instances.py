@@ -25,7 +25,7 @@ from pathlib import Path
 
 from banaserve.base import models
 from banaserve.base.arguments import Parser, positive
-from banaserve.base.net.descriptors import raise_descriptor_limit
+from banaserve.base.net.sockets import raise_descriptor_limit
 from banaserve.base.run_dir import find_admin
 from banaserve.contracts.control_api import ScaleRequest
 from banaserve.contracts.restart_api import RestartRequest

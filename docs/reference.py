@@ -11,8 +11,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any, NamedTuple, cast, get_args, get_origin
+from unittest.mock import Mock
 
 import msgspec
 from prometheus_client.core import Metric
@@ -45,9 +46,8 @@ from banaserve.contracts.migration_api import (
 )
 from banaserve.contracts.restart_api import RestartRequest, RollingRestart
 from banaserve.contracts.trace_events import RequestSummary, RequestTrace
-from banaserve.frontdoor.admin.app import admin_app
+from banaserve.frontdoor.admin.app import Traces, admin_app
 from banaserve.frontdoor.admin.control import Control
-from banaserve.frontdoor.admin.traces import Traces
 from banaserve.frontdoor.page.records import PageSnapshot
 from banaserve.kvstore.daemon.metrics import prometheus_text
 from banaserve.kvstore.stats import StoreStats, TierReport
@@ -168,11 +168,9 @@ _ERRORS = {
 def admin_routes() -> set[tuple[str, str]]:
     """Return method and path of every route of the admin API, as the server has them."""
     # The routes' functions ask it only when they are called.
-    nothing = cast(Any, SimpleNamespace(begin=None))
-    control = Control(*[nothing] * 8)
-    traces = Traces(nothing, nothing)
-    page = cast(Any, SimpleNamespace(viewers=nothing))
-    app = cast(Starlette, admin_app(nothing, control, traces, page))
+    nothing = cast(Any, Mock())
+    control, traces = Control(*[nothing] * 8), Traces(nothing, nothing)
+    app = cast(Starlette, admin_app(nothing, control, traces, nothing))
     return {
         (method, route.path)
         for route in app.routes
@@ -247,15 +245,7 @@ def admin_page() -> str:
         _table(("Status", "Meaning"), _ERRORS.items()),
         "## Types",
     ]
-    for name, schema in sorted(document["components"]["schemas"].items()):
-        parts.append(f"### {name}\n\n{_first_line(schema.get('description', ''))}")
-        required = set(schema.get("required", ()))
-        rows = [
-            (f"`{field}`", _schema_words(one), "yes" if field in required else "no")
-            for field, one in schema.get("properties", {}).items()
-        ]
-        if rows:
-            parts.append(_table(("Field", "Type", "Required"), rows))
+    parts += _types(dict(sorted(document["components"]["schemas"].items())))
     return "\n\n".join(parts) + "\n"
 
 
@@ -267,22 +257,6 @@ def _type_link(one: Any) -> str:
     if get_args(one):
         return " or ".join(_type_link(part) for part in get_args(one))
     return f"[{one.__name__}](#{one.__name__.lower()})"
-
-
-def _schema_words(schema: Mapping[str, Any]) -> str:
-    if "$ref" in schema:
-        name = str(schema["$ref"]).rpartition("/")[2]
-        return f"[{name}](#{name.lower()})"
-    if "anyOf" in schema:
-        return " or ".join(_schema_words(one) for one in schema["anyOf"])
-    if "enum" in schema:
-        return ", ".join(f"`{one}`" for one in schema["enum"])
-    if schema.get("type") == "array" and "items" in schema:
-        return f"list of {_schema_words(schema['items'])}" if schema["items"] else "list"
-    more = schema.get("additionalProperties")
-    if schema.get("type") == "object" and isinstance(more, dict) and more:
-        return f"map to {_schema_words(more)}"
-    return str(schema.get("type", "any"))
 
 
 # ---- metrics
@@ -377,30 +351,39 @@ def configuration_page() -> str:
         "## The balancer's file\n\n`banaserve route --config FILE`, TOML or YAML. An unknown key "
         "is refused; the file is followed while the balancer serves.",
     ]
-    parts += [_section(one) for one in _sections(BalancerSettings)]
+    _, components = msgspec.json.schema_components([BalancerSettings])
+    parts += _types(components)
     parts.append("## Profiles of modelled GPUs\n\n`serve --pace NAME`, `simulate`; or a TOML file.")
     rows = [(f"`{name}`", profile.load(name).source) for name in sorted(profile.names())]
     parts.append(_table(("Name", "Where its times come from"), rows))
     return "\n\n".join(parts) + "\n"
 
 
-def _sections(struct: Any) -> list[Any]:
-    found = [struct]
-    for field in msgspec.structs.fields(struct):
-        for one in (field.type, *get_args(field.type)):
-            if isinstance(one, type) and issubclass(one, msgspec.Struct):
-                found += [part for part in _sections(one) if part not in found]
-    return found
+# ---- types
 
 
-def _section(struct: Any) -> str:
-    words = attribute_words(struct.__doc__ or "")
-    rows = [
-        (f"`{one.name}`", _type_words(one.type), _default(one), words.get(one.name, ""))
-        for one in msgspec.structs.fields(struct)
-    ]
-    head = f"### {struct.__name__}\n\n{_first_line(struct.__doc__ or '')}"
-    return f"{head}\n\n{_table(('Key', 'Type', 'Default', 'Meaning'), rows)}"
+def _types(components: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a section for each schema, with a table of its fields."""
+    for name, schema in components.items():
+        about = schema.get("description", "")
+        yield f"### {name}\n\n{_first_line(about)}"
+        words, needed = attribute_words(about), schema.get("required", ())
+        rows = [
+            (
+                f"`{field}`",
+                _schema_words(one),
+                "needed" if field in needed else _default(one),
+                words.get(field, ""),
+            )
+            for field, one in schema.get("properties", {}).items()
+        ]
+        if rows:
+            yield _table(("Field", "Type", "Default", "Meaning"), rows)
+
+
+def _default(schema: Mapping[str, Any]) -> str:
+    found = schema.get("default")
+    return "as below" if isinstance(found, dict) and found else f"`{found!r}`"
 
 
 def attribute_words(docstring: str) -> dict[str, str]:
@@ -417,20 +400,20 @@ def attribute_words(docstring: str) -> dict[str, str]:
     return found
 
 
-def _type_words(one: Any) -> str:
-    if isinstance(one, type) and issubclass(one, msgspec.Struct):
-        return f"[{one.__name__}](#{one.__name__.lower()})"
-    if get_origin(one) is tuple:
-        return f"list of {_type_words(get_args(one)[0])}"
-    return one.__name__ if isinstance(one, type) else str(one).replace("|", "or")
-
-
-def _default(field: Any) -> str:
-    if field.required:
-        return "needed"
-    if isinstance(field.default, msgspec.Struct) or field.default is msgspec.NODEFAULT:
-        return "as below" if isinstance(field.default, msgspec.Struct) else "empty"
-    return f"`{field.default!r}`"
+def _schema_words(schema: Mapping[str, Any]) -> str:
+    if "$ref" in schema:
+        name = str(schema["$ref"]).rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    if "anyOf" in schema:
+        return " or ".join(_schema_words(one) for one in schema["anyOf"])
+    if "enum" in schema:
+        return ", ".join(f"`{one}`" for one in schema["enum"])
+    if schema.get("type") == "array" and "items" in schema:
+        return f"list of {_schema_words(schema['items'])}" if schema["items"] else "list"
+    more = schema.get("additionalProperties")
+    if schema.get("type") == "object" and isinstance(more, dict) and more:
+        return f"map to {_schema_words(more)}"
+    return str(schema.get("type", "any"))
 
 
 # ---- Markdown

@@ -54,6 +54,7 @@ _MAX_DILATION = 1000.0
 _SHARE_OF_SEVERAL = 0.5
 """Largest store share of one of several tenants: it cannot evict all blocks of the others."""
 _STARTS = ("auto", "fork", "spawn")
+PORT_RULE = Rule(lambda value: 0 < value < 65536, "must be between 1 and 65535")
 
 
 def parse_pd(text: str) -> tuple[int, int]:
@@ -95,21 +96,6 @@ class Budget:
 
     def __bool__(self) -> bool:
         return bool(self.num_tokens or self.num_requests)
-
-
-@dataclass(frozen=True, slots=True)
-class TakeOver:
-    """A running server whose socket another server takes over.
-
-    Attributes:
-        run_dir: Run directory of the running server; None for this user's only server on the port.
-    """
-
-    run_dir: Path | None = None
-
-    @classmethod
-    def of(cls, run_dir: str) -> TakeOver:
-        return cls(Path(run_dir) if run_dir else None)
 
 
 _instances = partial(option, group="instances")
@@ -167,6 +153,8 @@ class ServeConfig:
         colocated: Number of instances that serve both legs; 0 with ``--pd``.
         kv_store_tenant_quota: Largest share of the memory for one tenant; None for half of it if
             there are several tenants, and all of it otherwise.
+        take_over: Run directory of a running server whose socket this one takes over; empty for
+            this user's only server on the port, None to take over none.
         must_migrate: True if the server must not start where model or options forbid migration.
         migration_stall_s: None for a limit that suits the device.
         vllm_argv: vLLM's own options.
@@ -295,19 +283,13 @@ class ServeConfig:
     )
 
     host: str = _server("address to listen at", "127.0.0.1")
-    port: int = _server(
-        "port to listen at",
-        8000,
-        metavar="PORT",
-        rule=Rule(lambda value: 0 < value < 65536, "must be between 1 and 65535"),
-    )
-    take_over: TakeOver | None = _server(
+    port: int = _server("port to listen at", 8000, metavar="PORT", rule=PORT_RULE)
+    take_over: str | None = _server(
         "replace the server that runs there, or the one on --port: once this one can serve it "
         "takes its socket, and that one ends with its last request",
         None,
-        TakeOver.of,
         nargs="?",
-        const=TakeOver(),
+        const="",
         metavar="RUN_DIR",
     )
     api_keys: tuple[str, ...] = _server_key(
@@ -579,6 +561,11 @@ class ServeConfig:
         return {role: degree for role, degree in given.items() if degree}
 
     @property
+    def has_nodes(self) -> bool:
+        """True if engines run on other machines."""
+        return bool(self.nodes or self.cluster)
+
+    @property
     def num_instances(self) -> int:
         return self.prefill + self.decode + self.colocated
 
@@ -652,7 +639,7 @@ def _check_parts(config: ServeConfig) -> None:
     _check_scaling(config)
     if not config.kv_store and not config.colocated:
         raise UserError("--no-kv-store needs --colocated N: the store is how KV is handed over")
-    if config.nodes or config.cluster:
+    if config.has_nodes:
         _check_nodes(config)
     for role in config.tensor_parallel_by_role:
         option = f"--{role.value}-tensor-parallel-size"

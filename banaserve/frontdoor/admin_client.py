@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import ipaddress
 import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -55,6 +58,64 @@ class _ErrorBody(msgspec.Struct):
     error: _Error
 
 
+class ServerApi:
+    """HTTP API of a server; every call blocks.
+
+    Args:
+        url: URL of the front door, without a path.
+        certificate: File of the server's TLS certificate or its authority's; empty for the
+            authorities that this machine trusts.
+        is_own: True if ``certificate`` is the server's own: its host name is not checked.
+
+    Attributes:
+        bad_key, no_answer: Messages on a refused key, and on a server that cannot be reached.
+
+    Raises:
+        UserError: The certificate cannot be read.
+    """
+
+    bad_key = "the server refuses the admin key: give its --admin-key"
+    no_answer = "no banaserve answers at {url}: {reason}"
+
+    def __init__(self, url: str, key: str, certificate: str = "", is_own: bool = False) -> None:
+        self.url = url.rstrip("/")
+        self._headers = {"Content-Type": "application/json"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+        context = _trusting(certificate, is_own) if certificate else None
+        handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPSHandler(context=context)]
+        if _is_here(self.url):
+            handlers.append(urllib.request.ProxyHandler({}))
+        self._opener = urllib.request.build_opener(*handlers)
+
+    @contextlib.contextmanager
+    def asked(
+        self, method: str, path: str, body: bytes | None, timeout_s: float
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Yield the answer to a request.
+
+        Raises:
+            UserError: The request is refused, or the server cannot be reached.
+        """
+        try:
+            request = urllib.request.Request(self.url + path, body, self._headers, method=method)
+            with self._opener.open(request, timeout=timeout_s) as answer:
+                yield answer
+        except urllib.error.HTTPError as refused:
+            raise UserError(self._refusal(refused)) from None
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", None) or str(error) or type(error).__name__
+            raise UserError(self.no_answer.format(url=self.url, reason=reason)) from None
+
+    def _refusal(self, refused: urllib.error.HTTPError) -> str:
+        if refused.code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+            return self.bad_key
+        try:
+            return msgspec.json.decode(refused.read(), type=_ErrorBody).error.message
+        except (msgspec.DecodeError, OSError, http.client.HTTPException):
+            return f"the server answers {refused.code} {refused.reason}"
+
+
 @dataclass(frozen=True)
 class OperationClient(Generic[Ask, State]):
     """Client of one kind of operation; an operation goes on after the call that begins it.
@@ -89,25 +150,14 @@ class OperationClient(Generic[Ask, State]):
         return self.server.call("GET", self.name, list[self.kind])  # type: ignore[name-defined]
 
 
-class AdminClient:
-    """Client of one server's admin API; every call blocks.
+class AdminClient(ServerApi):
+    """Client of one server's admin API.
 
     Each method raises ``UserError`` if the request is refused or the server cannot be reached.
-
-    Args:
-        url: URL of the front door, without a path.
-        certificate: File of the server's TLS certificate or its authority's; empty for the
-            authorities that this machine trusts.
-        is_own: True if ``certificate`` is the server's own: its host name is not checked.
-
-    Raises:
-        UserError: The certificate cannot be read.
     """
 
     def __init__(self, url: str, key: str, certificate: str = "", is_own: bool = False) -> None:
-        self._url = url.rstrip("/")
-        self._key = key
-        self._opener = opener_of(self._url, certificate, is_own)
+        super().__init__(url, key, certificate, is_own)
         self.migrations = OperationClient[MigrationRequest, Migration](
             self, "migrations", Migration
         )
@@ -194,31 +244,8 @@ class AdminClient:
     ) -> T:
         """Send ``ask``, if any, to a path below ``/admin``; return the answer, read as ``kind``."""
         body = None if ask is None else msgspec.json.encode(ask)
-        headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
-        try:
-            request = urllib.request.Request(
-                f"{self._url}/admin/{path}", body, headers, method=method
-            )
-            with self._opener.open(request, timeout=timeout_s) as response:
-                return msgspec.json.decode(response.read(), type=kind)
-        except urllib.error.HTTPError as refused:
-            raise UserError(_message(refused)) from None
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", error)
-            raise UserError(f"no banaserve answers at {self._url}: {reason}") from None
-
-
-def opener_of(url: str, certificate: str, is_own: bool) -> urllib.request.OpenerDirector:
-    """Return an opener of requests to the server at ``url``; see ``AdminClient``.
-
-    Raises:
-        UserError: The certificate cannot be read.
-    """
-    context = _trusting(certificate, is_own) if certificate else None
-    handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPSHandler(context=context)]
-    if _is_here(url):
-        handlers.append(urllib.request.ProxyHandler({}))
-    return urllib.request.build_opener(*handlers)
+        with self.asked(method, f"/admin/{path}", body, timeout_s) as answer:
+            return msgspec.json.decode(answer.read(), type=kind)
 
 
 def _trusting(certificate: str, is_own: bool) -> ssl.SSLContext:
@@ -244,15 +271,6 @@ def _is_here(url: str) -> bool:
     except ValueError:
         return host == "localhost"
     return address.is_loopback or address.is_unspecified
-
-
-def _message(refused: urllib.error.HTTPError) -> str:
-    if refused.code == 401:
-        return "the server refuses the admin key: give its --admin-key"
-    try:
-        return msgspec.json.decode(refused.read(), type=_ErrorBody).error.message
-    except (msgspec.DecodeError, OSError, http.client.HTTPException):
-        return f"the server answers {refused.code} {refused.reason}"
 
 
 def _quoted(name: str) -> str:

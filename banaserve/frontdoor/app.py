@@ -25,11 +25,9 @@ from starlette.types import ASGIApp
 from banaserve import __version__
 from banaserve.base.access.tenants import TenantKey
 from banaserve.base.errors import UserError
-from banaserve.base.net.keep_alive import keep_alive
-from banaserve.base.net.loop_watch import LoopWatch
-from banaserve.base.net.stall_witness import StallWitness
-from banaserve.base.net.tls import Certificates, ServerTls
-from banaserve.base.net.tls_listener import TlsListener
+from banaserve.base.net.loop_watch import LoopWatch, StallWitness
+from banaserve.base.net.sockets import keep_alive
+from banaserve.base.net.tls import Certificates, ServerTls, TlsListener
 from banaserve.engine.compat.config import ModelConfig
 from banaserve.engine.compat.front import server
 from banaserve.frontdoor.bodies.bounds import RequestBounds
@@ -39,14 +37,12 @@ from banaserve.frontdoor.edge.edge import Edge
 from banaserve.frontdoor.edge.http_protocol import HttpProtocol
 from banaserve.frontdoor.edge.limits import EdgeLimits
 from banaserve.frontdoor.edge.refusals import answer_engines_died, error_response, note
-from banaserve.frontdoor.edge.websocket_limit import WebSocketLimit
-from banaserve.frontdoor.edge.websocket_protocol import WebSocketProtocol
+from banaserve.frontdoor.edge.websockets import WebSocketLimit, WebSocketProtocol
 from banaserve.frontdoor.lifecycle.closing import LastAnswers
 from banaserve.frontdoor.metrics import MetricsPage
 from banaserve.frontdoor.middleware.admission import BodyLimit, ConcurrencyLimit
 from banaserve.frontdoor.middleware.api_keys import KeyMiddleware
-from banaserve.frontdoor.middleware.call_times import CallTimes
-from banaserve.frontdoor.middleware.latency_limits import RequestLimitsReader
+from banaserve.frontdoor.middleware.request_context import CallTimes, RequestLimitsReader
 from banaserve.serving.client import DisaggregatedClient
 from banaserve.serving.cluster import Cluster
 from banaserve.serving.requests.suspects import EnginesDiedError

@@ -7,10 +7,10 @@ it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, exposition
 from prometheus_client.core import Metric
@@ -23,7 +23,6 @@ from starlette.responses import Response
 from banaserve.base.errors import StoreUnavailableError
 from banaserve.base.platform.processes import in_daemon_thread
 from banaserve.frontdoor.edge.refusals import refuse
-from banaserve.frontdoor.shared_calls import SharedCalls, TooManyCallsError
 from banaserve.kvstore.daemon.metrics import prometheus_text
 from banaserve.kvstore.stats import StoreStats
 
@@ -186,3 +185,61 @@ def _store_page(stats: StoreStats | None) -> str:
     if stats is None:
         return "# TYPE banaserve_kvstore_up gauge\nbanaserve_kvstore_up 0\n"
     return "# TYPE banaserve_kvstore_up gauge\nbanaserve_kvstore_up 1\n" + prometheus_text(stats)
+
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
+_LONGEST_REST_S = 1.0
+
+
+class TooManyCallsError(Exception):
+    """Error: too many different calls are waiting; ask again later."""
+
+
+class SharedCalls(Generic[K, T]):
+    """Queue of calls: makes one call at a time, and pauses after each in proportion to its time.
+
+    All callers that ask for the same waiting call share its result. A result is never older than
+    the question.
+
+    Args:
+        make: Makes a call.
+        max_waiting: Maximum number of different calls that wait.
+        rest: Length of the pause after a call, as a multiple of the call's time.
+    """
+
+    def __init__(
+        self, make: Callable[[K], Awaitable[T]], max_waiting: int = 16, rest: float = 4.0
+    ) -> None:
+        self._make = make
+        self._max_waiting = max_waiting
+        self._rest = rest
+        self._waiting: dict[K, asyncio.Future[T]] = {}
+        self._worker: asyncio.Task[None] | None = None
+
+    async def get(self, key: K) -> T:
+        """Return the result of a call that begins after this question.
+
+        Raises:
+            TooManyCallsError: The call would have to wait for too many others.
+        """
+        answer = self._waiting.get(key)
+        if answer is None:
+            if len(self._waiting) >= self._max_waiting:
+                raise TooManyCallsError
+            answer = self._waiting[key] = asyncio.get_running_loop().create_future()
+            if self._worker is None or self._worker.done():
+                self._worker = asyncio.create_task(self._work())
+        return await asyncio.shield(answer)
+
+    async def _work(self) -> None:
+        now = asyncio.get_running_loop().time
+        while self._waiting:
+            key = next(iter(self._waiting))
+            answer, began_s = self._waiting.pop(key), now()
+            try:
+                answer.set_result(await self._make(key))
+            except Exception as failure:
+                answer.set_exception(failure)
+                answer.exception()  # marked as retrieved: all callers may have been cancelled
+            await asyncio.sleep(min(_LONGEST_REST_S, self._rest * (now() - began_s)))

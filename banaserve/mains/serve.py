@@ -25,7 +25,7 @@ from banaserve.base.clock import Clock, WallClock
 from banaserve.base.config import ServeConfig
 from banaserve.base.errors import BanaServeError, InstanceDeadError, UserError
 from banaserve.base.orchestrator_config import SLO_AWARE
-from banaserve.base.platform.packages import vllm_version
+from banaserve.base.plugins import vllm_version
 from banaserve.base.run_dir import AdminAccess, RunDir, remove_admin, write_admin
 from banaserve.base.types import InstanceId, Role
 from banaserve.contracts.control_api import ControllerState
@@ -34,17 +34,15 @@ from banaserve.contracts.rpc.typed_rpc import call
 from banaserve.engine.compat.config import VllmConfig, own_budget
 from banaserve.engine.compat.engine import EngineDeadError
 from banaserve.engine.compat.front.server import get_span_exporter
-from banaserve.frontdoor.admin.app import AdminMiddleware
+from banaserve.frontdoor.admin.app import AdminMiddleware, Traces
 from banaserve.frontdoor.admin.control import Control
 from banaserve.frontdoor.admin.live import LivePage
-from banaserve.frontdoor.admin.traces import Traces
 from banaserve.frontdoor.app import ApiServer, ApiServerOptions, make_app
 from banaserve.frontdoor.bodies.bounds import RequestBounds
 from banaserve.frontdoor.bodies.grammar_checker import GrammarChecker
 from banaserve.frontdoor.edge.limits import EdgeLimits, edge_limits
 from banaserve.frontdoor.lifecycle.closing import ClosingMiddleware, StopSignals, until_none
-from banaserve.frontdoor.lifecycle.listening_socket import FrontSocket
-from banaserve.frontdoor.lifecycle.take_over import Offer, SocketOffer
+from banaserve.frontdoor.lifecycle.listening_socket import FrontSocket, Offer, SocketOffer
 from banaserve.frontdoor.log_rotation import rotating
 from banaserve.frontdoor.metrics import MetricsPage
 from banaserve.frontdoor.page.page import PageMiddleware

@@ -7,12 +7,14 @@ is one process of that session. ``Inspect``, ``MeasureLink`` and ``EchoLink`` ne
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Annotated
 
 import msgspec
 
 from banaserve.base.net.framing import Framing
-from banaserve.base.platform.packages import installed_version, vllm_version
+from banaserve.base.plugins import installed_version, vllm_version
 
 PROTOCOL = 6
 MAX_MESSAGE_BYTES = 1 << 20
@@ -33,11 +35,11 @@ def own_version() -> str:
     return f"banaserve {installed_version('banaserve')}, {engine}"
 
 
-class _Said(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    pass
+class NodeMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Any message between a server and an agent."""
 
 
-class OpenSession(_Said, frozen=True):
+class OpenSession(NodeMessage, frozen=True):
     """Request of a server to take this node.
 
     Attributes:
@@ -51,7 +53,7 @@ class OpenSession(_Said, frozen=True):
     server: _Name
 
 
-class SessionOpened(_Said, frozen=True):
+class SessionOpened(NodeMessage, frozen=True):
     """Answer that the server has the node for as long as the connection lasts.
 
     Attributes:
@@ -89,7 +91,7 @@ class NodeStore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: _Word
 
 
-class PrepareNode(_Said, frozen=True):
+class PrepareNode(NodeMessage, frozen=True):
     """Order to make the node ready for engines.
 
     Attributes:
@@ -111,29 +113,29 @@ class PrepareNode(_Said, frozen=True):
     model_digest: _Word = ""
 
 
-class Done(_Said, frozen=True):
+class Done(NodeMessage, frozen=True):
     """Answer that an order has been carried out, or will be as soon as the store runs again."""
 
 
-class FreePort(_Said, frozen=True):
+class FreePort(NodeMessage, frozen=True):
     """Query for a port on which nothing listens at present."""
 
 
-class PortFound(_Said, frozen=True):
+class PortFound(NodeMessage, frozen=True):
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
-class SetStorePeers(_Said, frozen=True):
+class SetStorePeers(NodeMessage, frozen=True):
     """Order that the node's store fetch blocks from the stores at these ``HOST:PORT`` only."""
 
     peers: _Words
 
 
-class StoreRestarted(_Said, frozen=True):
+class StoreRestarted(NodeMessage, frozen=True):
     """Notice that the node's store had ended and runs again."""
 
 
-class JoinSession(_Said, frozen=True):
+class JoinSession(NodeMessage, frozen=True):
     """Order to start a process in the session ``incarnation``; the connection stands for it.
 
     Attributes:
@@ -155,39 +157,39 @@ class JoinSession(_Said, frozen=True):
     instances: _Words = ()
 
 
-class ProcessDying(_Said, frozen=True):
+class ProcessDying(NodeMessage, frozen=True):
     """Notice that the process has begun to end; its memory may not be free yet."""
 
 
-class ProcessEnded(_Said, frozen=True):
+class ProcessEnded(NodeMessage, frozen=True):
     """Notice that the process has ended: the last message of its connection."""
 
 
-class ChannelOpened(_Said, frozen=True):
+class ChannelOpened(NodeMessage, frozen=True):
     """Notice that a process on the node has connected to the socket with this name suffix."""
 
     channel: _Channel
     name: _Name
 
 
-class ChannelClosed(_Said, frozen=True):
+class ChannelClosed(NodeMessage, frozen=True):
     channel: _Channel
 
 
-class Data(_Said, frozen=True):
+class Data(NodeMessage, frozen=True):
     """Bytes of a channel: those of a Unix socket, or of a measurement."""
 
     channel: _Channel
     content: bytes
 
 
-class LogWritten(_Said, frozen=True):
+class LogWritten(NodeMessage, frozen=True):
     """Bytes that a process has written to its log."""
 
     written: bytes
 
 
-class Inspect(_Said, frozen=True):
+class Inspect(NodeMessage, frozen=True):
     """Query for the resources of the node.
 
     Attributes:
@@ -199,7 +201,7 @@ class Inspect(_Said, frozen=True):
     model_digest: _Word = ""
 
 
-class Inspected(_Said, frozen=True):
+class Inspected(NodeMessage, frozen=True):
     """Resources of a node.
 
     Attributes:
@@ -221,14 +223,14 @@ class Inspected(_Said, frozen=True):
     server: Annotated[str, msgspec.Meta(max_length=128)] = ""
 
 
-class MeasureLink(_Said, frozen=True):
+class MeasureLink(NodeMessage, frozen=True):
     """Query for the distance from this node to another node."""
 
     host: _Name
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
-class LinkMeasured(_Said, frozen=True):
+class LinkMeasured(NodeMessage, frozen=True):
     """Round-trip time inside TLS, and throughput in one direction outside of TLS.
 
     Attributes:
@@ -240,50 +242,26 @@ class LinkMeasured(_Said, frozen=True):
     problem: Annotated[str, msgspec.Meta(max_length=4096)] = ""
 
 
-class EchoLink(_Said, frozen=True):
+class EchoLink(NodeMessage, frozen=True):
     """Order to send back all bytes that come on channel 1 after this message."""
 
 
-class EchoOpened(_Said, frozen=True):
+class EchoOpened(NodeMessage, frozen=True):
     """Answer that ``port`` discards all bytes of a connection that begins with ``token``."""
 
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     token: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
-class Beat(_Said, frozen=True):
+class Beat(NodeMessage, frozen=True):
     """Heartbeat, without content."""
 
 
-class NodeRefused(_Said, frozen=True):
+class NodeRefused(NodeMessage, frozen=True):
     """Refusal with its reason in one line; the connection ends."""
 
     reason: Annotated[str, msgspec.Meta(max_length=4096)]
 
 
-NodeMessage = (
-    OpenSession
-    | SessionOpened
-    | PrepareNode
-    | Done
-    | FreePort
-    | PortFound
-    | SetStorePeers
-    | StoreRestarted
-    | JoinSession
-    | ProcessDying
-    | ProcessEnded
-    | ChannelOpened
-    | ChannelClosed
-    | Data
-    | LogWritten
-    | Inspect
-    | Inspected
-    | MeasureLink
-    | LinkMeasured
-    | EchoLink
-    | EchoOpened
-    | Beat
-    | NodeRefused
-)
-FRAMING: Framing[NodeMessage] = Framing(NodeMessage, MAX_MESSAGE_BYTES)
+_KINDS = functools.reduce(operator.or_, NodeMessage.__subclasses__())
+FRAMING: Framing[NodeMessage] = Framing(_KINDS, MAX_MESSAGE_BYTES)

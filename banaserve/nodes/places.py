@@ -7,7 +7,11 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from banaserve.base.net.addresses import host_and_port
+from banaserve.base.access.key_files import CLUSTER_KEY_VARIABLE
+from banaserve.base.config import ServeConfig
+from banaserve.base.errors import UserError
+from banaserve.base.net.addresses import host_and_port, written
+from banaserve.nodes.credentials import MIN_KEY_BYTES
 
 
 class AgentPlace(msgspec.Struct, frozen=True):
@@ -15,6 +19,11 @@ class AgentPlace(msgspec.Struct, frozen=True):
 
     host: str
     port: int
+
+    @property
+    def name(self) -> str:
+        """Display name of the node, ``HOST:PORT``."""
+        return written(self.host, self.port)
 
 
 class NumberedPlace(NamedTuple):
@@ -65,6 +74,25 @@ class Places(Protocol):
     async def close(self) -> None:
         """Release all agents."""
         ...
+
+
+def check_places(config: ServeConfig) -> None:
+    """Check the options of a server that name its nodes.
+
+    Raises:
+        UserError: An address is invalid or given twice, addresses and Ray are combined, or the key
+            is missing or too short.
+    """
+    GivenPlaces(config.nodes)
+    if len(set(config.nodes)) < len(config.nodes):
+        raise UserError("--node: a node is given twice")
+    if config.nodes and config.cluster:
+        raise UserError("--node and --cluster exclude each other: Ray starts the nodes' agents")
+    if config.nodes and len(config.cluster_key.encode()) < MIN_KEY_BYTES:
+        raise UserError(
+            f"nodes need a key of {MIN_KEY_BYTES} characters or more, the same as their agents "
+            f"have: give --cluster-key-file or set {CLUSTER_KEY_VARIABLE}"
+        )
 
 
 class GivenPlaces:

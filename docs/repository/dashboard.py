@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client.registry import REGISTRY
 
@@ -20,35 +20,71 @@ from banaserve.kvstore.stats import StoreStats, TierReport
 from banaserve.kvstore.tiers.interface import TierStats
 from banaserve.orchestrator.planner.loop import metrics as of_the_loop  # noqa: F401  (registers its families)
 from banaserve.serving.monitoring import metrics  # noqa: F401
-from docs.repository.dashboard_queries import (
-    DASHBOARD,
-    PATH,
-    AskedSeries,
-    asked_series,
-    panels,
-    parsed,
-)
+from docs.check import ROOT
 from docs.repository.findings import Finding, at, too_few
 
+PATH = ROOT / "docker" / "grafana" / "dashboards" / "banaserve.json"
+DASHBOARD: dict[str, Any] = json.loads(PATH.read_text())
 _ENDINGS = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "gauge": [""]}
-ROWS = {
-    "Roles": {"banaserve_instance_ready", "banaserve_orchestrator_steps_total"},
-    "Orchestrator": {
-        "banaserve_orchestrator_decisions_total",
-        "banaserve_orchestrator_held_total",
-        "banaserve_orchestrator_rejected_total",
-        "banaserve_orchestrator_cost_error_fraction",
-    },
-    "Survival": {
-        "banaserve_instance_restarts_total",
-        "banaserve_streams_resumed_total",
-        "banaserve_streams_moved_total",
-        "banaserve_streams_broken_total",
-        "banaserve_requests_given_up_total",
-    },
-    "Nodes": {"banaserve_node_round_trip_seconds", "banaserve_node_bytes_per_second"},
-}
-"""Metrics that an operator looks for, by the row of the dashboard."""
+
+
+class AskedSeries(NamedTuple):
+    """A metric that a panel asks for.
+
+    Attributes:
+        metric: The name of its samples, with its ending.
+        labels: Labels that the query names, of this metric or of what is made of it.
+    """
+
+    panel: str
+    metric: str
+    labels: frozenset[str]
+
+
+def panels() -> list[dict[str, Any]]:
+    """All panels that draw something."""
+    return [one for one in DASHBOARD["panels"] if one["type"] != "row"]
+
+
+def parsed(expression: str) -> Any:
+    """The query; raises where Prometheus would refuse it."""
+    import promql_parser
+
+    return promql_parser.parse(expression.replace("$__rate_interval", "5m"))
+
+
+def asked_series() -> list[AskedSeries]:
+    """Every metric of every query, with the labels that the query and its legend name."""
+    found = []
+    for panel in panels():
+        for target in panel["targets"]:
+            named = _words(r"\bon\s*\(([^)]*)\)", target["expr"])
+            # What is joined on one of two metrics is a label of that one alone.
+            if "group_left" not in target["expr"]:
+                named |= _words(r"{{\s*(\w+)\s*}}", target["legendFormat"])
+                named |= _words(r"\bby\s*\(([^)]*)\)", target["expr"])
+            for metric, matched in _selectors(parsed(target["expr"])):
+                labels = frozenset((named | matched) - {"le"})
+                found.append(AskedSeries(panel["title"], metric, labels))
+    return found
+
+
+def _words(pattern: str, text: str) -> set[str]:
+    return {word for found in re.findall(pattern, text) for word in re.findall(r"\w+", found)}
+
+
+def _selectors(node: Any) -> Iterator[tuple[str, set[str]]]:
+    import promql_parser
+
+    if isinstance(node, promql_parser.VectorSelector):
+        yield node.name or "", {one.name for one in node.matchers.matchers}
+        return
+    for name in ("expr", "lhs", "rhs", "vector_selector", "vs"):
+        child = getattr(node, name, None)
+        if child is not None and not isinstance(child, str):
+            yield from _selectors(child)
+    for child in getattr(node, "args", None) or ():
+        yield from _selectors(child)
 
 
 def findings() -> Iterator[Finding]:
@@ -60,10 +96,8 @@ def findings() -> Iterator[Finding]:
     yield from too_few(PATH, {one.metric for one in series}, 50, "metrics")
     for one in series:
         yield from series_findings(one, own, of_vllm)
-    yield from _rows()
     for place in lost(DASHBOARD, through_grafana(DASHBOARD)):
         yield Finding(PATH, 1, f"Grafana's model has no {place}")
-    yield from layout_findings(DASHBOARD["panels"])
 
 
 # Metrics ------------------------------------------------------------------------------------------
@@ -122,20 +156,6 @@ def series_findings(
         yield at(PATH, asked.metric, words)
 
 
-def _rows() -> Iterator[Finding]:
-    in_row: dict[str, set[str]] = {}
-    name = ""
-    for panel in DASHBOARD["panels"]:
-        if panel["type"] == "row":
-            name = panel["title"]
-        else:
-            in_row.setdefault(name, set()).add(panel["title"])
-    for row, wanted in ROWS.items():
-        shown = {one.metric for one in asked_series() if one.panel in in_row.get(row, ())}
-        for metric in sorted(wanted - shown):
-            yield at(PATH, f'"{row}"', f"row {row} does not show {metric}")
-
-
 # Panels -------------------------------------------------------------------------------------------
 
 
@@ -154,22 +174,6 @@ def panel_findings(panel: dict[str, Any]) -> Iterator[Finding]:
         # A counter that is not looked at over a time only grows.
         if "_total" in query and not re.search(r"\b(rate|increase)\(", query):
             yield at(PATH, f'"{title}"', f"{title}: a counter without rate or increase")
-
-
-def layout_findings(shown: list[dict[str, Any]]) -> Iterator[Finding]:
-    """Yield panels that overlap, stand out of the page, or have the name of another."""
-    taken: set[tuple[int, int]] = set()
-    for panel in shown:
-        place, title = panel["gridPos"], panel["title"]
-        xs = range(place["x"], place["x"] + place["w"])
-        cells = {(x, y) for x in xs for y in range(place["y"], place["y"] + place["h"])}
-        if xs.stop > 24 or cells & taken:
-            yield at(PATH, f'"{title}"', f"{title} overlaps another, or the edge")
-        taken |= cells
-    for name in ("id", "title"):
-        found = [panel[name] for panel in shown]
-        for one in sorted({one for one in found if found.count(one) > 1}):
-            yield at(PATH, f'"{one}"', f"{name} {one} stands twice")
 
 
 def through_grafana(dashboard: dict[str, Any]) -> Any:

@@ -1,6 +1,6 @@
-"""Uses of vLLM: imports only in ``engine/compat``, and hooks only where its list names them.
+"""Uses of vLLM: names of its modules only in ``engine/compat``, hooks only as its list has them.
 
-mypy checks all other uses against the installed vLLM.
+Import contracts find imports elsewhere, and mypy checks all other uses against the installed vLLM.
 """
 
 from __future__ import annotations
@@ -62,18 +62,6 @@ def count_findings(readme: Path) -> Iterator[Finding]:
         yield Finding(readme, 1, f"does not say that {words}")
 
 
-def vllm_imports(path: Path) -> Iterator[tuple[int, str, str]]:
-    """Yield line, module and name of each import of vLLM, wherever it stands in a file."""
-    for node in nodes_of(path, ast.ImportFrom):
-        if (node.module or "").split(".")[0] == "vllm":
-            for alias in node.names:
-                yield node.lineno, node.module or "", alias.name
-    for plain in nodes_of(path, ast.Import):
-        for alias in plain.names:
-            if alias.name.split(".")[0] == "vllm":
-                yield plain.lineno, alias.name, ""
-
-
 def use_findings(path: Path) -> Iterator[Finding]:
     """Yield hooks of a module of compat that are not in the list."""
     for node in _attributes(path, ast.Store):
@@ -90,9 +78,7 @@ def use_findings(path: Path) -> Iterator[Finding]:
 
 
 def outside_findings(path: Path) -> Iterator[Finding]:
-    """Yield imports of vLLM, and names of its modules as ``importlib`` or a patch takes them."""
-    for line, module, _ in vllm_imports(path):
-        yield Finding(path, line, f"imports {module}: only {COMPAT.relative_to(ROOT)} does")
+    """Yield names of vLLM's modules as ``importlib`` or a patch takes them."""
     for node in nodes_of(path, ast.Constant):
         text = node.value if isinstance(node.value, str) else ""
         if text != SERVER_TO_RUN and _MODULE.fullmatch(text):

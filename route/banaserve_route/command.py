@@ -11,7 +11,7 @@ from typing import Any
 from banaserve.base.access.key_files import key_option
 from banaserve.base.arguments import Formatter, Options, Parser, option, pairs, values_of
 from banaserve.base.errors import UserError
-from banaserve.base.net.descriptors import raise_descriptor_limit
+from banaserve.base.net.sockets import raise_descriptor_limit
 from banaserve.base.plugins import PluginGroup
 from banaserve.cli.plugins import use_plugins, warn_of_rivalries
 from banaserve.cli.terminal.console import print_error, timed

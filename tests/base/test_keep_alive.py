@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from banaserve.base.net import keep_alive
+from banaserve.base.net import sockets as keep_alive
 from benchmarks.network import hosts
 from benchmarks.network.hosts import Network
 

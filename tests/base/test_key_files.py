@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.base.access.key_files import key_of, keys_of, read_keys
+from banaserve.base.access.key_files import read_keys
 from banaserve.base.errors import UserError
 from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve_route import command as route
@@ -54,19 +54,6 @@ def test_a_file_that_makes_no_sense_is_refused(said: bytes, words: str, tmp_path
         read_keys("--x", tmp_path / "none")
 
 
-def test_a_key_comes_from_one_place(tmp_path: Path) -> None:
-    one = written(tmp_path, b"k1")
-    assert key_of("--x", None, one, "usual") == "k1"
-    assert key_of("--x", None, None, "usual") == "usual"
-    assert key_of("--x", "k0", None, "usual") == "k0"
-    with pytest.raises(UserError, match="exclude each other"):
-        key_of("--x", "k0", one, "")
-    with pytest.raises(UserError, match=r"--x-file .*holds 2 keys"):
-        key_of("--x", None, written(tmp_path, b"k1\nk2"), "")
-    assert keys_of("--x", ["k0"], one, ["usual"]) == ("k0", "k1", "k2")
-    assert keys_of("--x", [], None, ["usual"]) == ("usual",)
-
-
 def test_options_of_serve_name_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = written(tmp_path, b"secret")
     words = ["--api-key-file", str(file), "--api-key", "other"]
@@ -79,6 +66,8 @@ def test_options_of_serve_name_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (config.metrics_key, config.api_keys) == ("m", ("a",))
     with pytest.raises(UserError, match="exclude each other"):
         parse_serve_argv(["--admin-key", "k", "--admin-key-file", str(file)])
+    with pytest.raises(UserError, match=r"--admin-key-file .*holds 2 keys"):
+        parse_serve_argv(["--admin-key-file", str(written(tmp_path, b"k1\nk2"))])
 
 
 def test_options_of_route_name_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

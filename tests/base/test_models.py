@@ -31,7 +31,7 @@ def model_folder(tmp_path):
 def test_a_local_folder_is_served_under_the_name_it_was_given(model_folder):
     found = models.resolve(str(model_folder), None, silent)
     assert found == models.ResolvedModel(
-        str(model_folder), str(model_folder), served_name=str(model_folder), is_local=True
+        str(model_folder), str(model_folder), served_name=str(model_folder)
     )
 
 
@@ -71,7 +71,7 @@ def test_short_names_stand_for_hub_ids(name, repo_id, model_folder, monkeypatch)
     monkeypatch.setattr(hub, "fetch", lambda *args: asked.append(args[0]) or model_folder)
     found = models.resolve(name, None, silent)
     assert asked == [repo_id]
-    assert found == models.ResolvedModel(name, str(model_folder), served_name=name, is_local=False)
+    assert found == models.ResolvedModel(name, str(model_folder), served_name=name)
 
 
 # The hub ----------------------------------------------------------------------------------------

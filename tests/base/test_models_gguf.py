@@ -179,7 +179,7 @@ def test_smollm2_comes_from_its_package_through_the_cache(tmp_path, monkeypatch)
     monkeypatch.setattr(models, "packaged_source", lambda: tmp_path / "m.gguf")
     said: list[str] = []
     found = models.resolve("smollm2-135m", tmp_path / "cache", said.append)
-    assert (found.served_name, found.is_local) == ("smollm2-135m", False)
+    assert found.served_name == "smollm2-135m"
     assert (Path(found.path_or_id) / "model.safetensors").is_file()
     assert said
     monkeypatch.setattr(models, "packaged_source", lambda: None)

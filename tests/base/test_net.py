@@ -17,9 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from banaserve.base.net.connections import ConnectionTable, address_of
-from banaserve.base.net.descriptors import connections_within, is_own_fault, raise_descriptor_limit
-from banaserve.base.net.keep_alive import IDLE_S, keep_alive
 from banaserve.base.net.refusal_log import RefusalLog
+from banaserve.base.net.sockets import (
+    IDLE_S,
+    connections_within,
+    is_own_fault,
+    keep_alive,
+    raise_descriptor_limit,
+)
 from banaserve.base.net.stalled_writes import StalledWrites, num_unread_bytes
 
 
@@ -152,7 +157,7 @@ def test_a_limit_is_raised_as_far_as_is_sensible(
 def test_the_soft_limit_becomes_the_hard_one() -> None:
     script = (
         "import resource as r\n"
-        "from banaserve.base.net.descriptors import raise_descriptor_limit\n"
+        "from banaserve.base.net.sockets import raise_descriptor_limit\n"
         "r.setrlimit(r.RLIMIT_NOFILE, (100, 300))\n"
         "print(raise_descriptor_limit(), *r.getrlimit(r.RLIMIT_NOFILE))\n"
     )

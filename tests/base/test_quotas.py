@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from banaserve.base.access.quotas import KeyLimits, Quota
+from banaserve.base.access.tenants import KeyLimits, Quota
 from banaserve.base.errors import UserError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from banaserve.base.net.stall_witness import StallWitness
+from banaserve.base.net.loop_watch import StallWitness
 from observing import until
 
 

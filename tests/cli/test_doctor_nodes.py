@@ -9,7 +9,7 @@ import pytest
 
 from banaserve.cli.doctor.checks import CheckStatus
 from banaserve.cli.doctor.nodes import check_link, check_node
-from banaserve.nodes.measuring.survey import LinkReport, NodeReport
+from banaserve.nodes.measuring import LinkReport, NodeReport
 from banaserve.nodes.messages import Inspected, LinkMeasured
 
 OK, WARNING, MISSING = CheckStatus.OK, CheckStatus.WARNING, CheckStatus.MISSING

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from banaserve.cli.admin.expert_choice import experts_for
+from banaserve.cli.admin.migrate import experts_for
 from depth import seeds
 
 

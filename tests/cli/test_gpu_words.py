@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from banaserve.cli.serve.gpu_words import GpuParts, GpuUse, gpu_words, installed
+from banaserve.cli.serve.machine import GpuParts, GpuUse, gpu_words, installed
 
 ALL = GpuParts(has_slabs=True, has_flashinfer=True, has_nixl=True)
 NONE = GpuParts(has_slabs=False, has_flashinfer=False, has_nixl=False)

@@ -8,7 +8,7 @@ import pytest
 
 from banaserve.cli.main import main
 from banaserve.cli.serve import command_line
-from banaserve.cli.serve.help_pages import COMMON
+from banaserve.cli.serve.command_line import COMMON
 
 SCREEN_LINES = 50
 

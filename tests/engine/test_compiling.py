@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from banaserve.cli.serve.command_line import parse_serve_argv
-from banaserve.cli.serve.compiling import choose_compiling, find_compiler
+from banaserve.cli.serve.machine import choose_compiling, find_compiler
 
 CXX = "/usr/bin/g++"
 OPTION = "--orchestrator-option"

@@ -24,7 +24,7 @@ from banaserve.base.clock import WallClock
 from banaserve.base.types import ClusterView, InstanceId, InstanceView, Role, Route
 from banaserve.contracts.trace_events import FirstToken, LegBegan, Prepared
 from banaserve.engine.compat.front.server import get_span_exporter
-from banaserve.frontdoor.middleware.call_times import CallTimes
+from banaserve.frontdoor.middleware.request_context import CallTimes
 from banaserve.serving.tracing import otlp
 from banaserve.serving.tracing.http_call import HttpCall, http_call
 from banaserve.serving.tracing.otlp import BoundedSpans, OtlpTracer

@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 
 from banaserve.base.errors import UserError
 from banaserve.base.types import ClusterView, InstanceId, InstanceView, Role, Route
-from banaserve.cli.admin.views.trace import heading, list_rows, parts_of, trace_rows
+from banaserve.cli.admin.trace import heading, list_rows, parts_of, trace_rows
 from banaserve.contracts.trace_events import (
     MAX_EVENTS,
     CopiesEnded,

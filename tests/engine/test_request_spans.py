@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.cli.admin.views.trace_spans import span_rows
+from banaserve.cli.admin.trace import span_rows
 from banaserve.contracts.trace_events import (
     CopiesEnded,
     EngineReceived,

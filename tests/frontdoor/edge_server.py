@@ -23,7 +23,7 @@ from banaserve.frontdoor.app import ApiServer
 from banaserve.frontdoor.edge import refusals
 from banaserve.frontdoor.edge.edge import Edge
 from banaserve.frontdoor.edge.limits import EdgeLimits
-from banaserve.frontdoor.edge.websocket_limit import SessionLimits, WebSocketLimit
+from banaserve.frontdoor.edge.websockets import SessionLimits, WebSocketLimit
 from banaserve.frontdoor.middleware.admission import BodyLimit, ConcurrencyLimit
 from banaserve.frontdoor.middleware.api_keys import KeyMiddleware
 from waiting import DEADLINE_S

@@ -10,10 +10,9 @@ from banaserve.base.clock import WallClock
 from banaserve.base.errors import UserError
 from banaserve.contracts.control_api import ControllerState
 from banaserve.contracts.restart_api import EngineRestart, RestartRequest, RollingRestart
-from banaserve.frontdoor.admin.app import AdminMiddleware
+from banaserve.frontdoor.admin.app import AdminMiddleware, Traces
 from banaserve.frontdoor.admin.control import Control
 from banaserve.frontdoor.admin.live import LivePage
-from banaserve.frontdoor.admin.traces import Traces
 from banaserve.orchestrator.control.routing.registry import make_named
 from banaserve.orchestrator.control.turn import Mode
 from banaserve.orchestrator.planner.loop.decision_log import DecisionLog

@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 from admin_server import AdminServer
 from banaserve.base.errors import UserError
 from banaserve.base.types import BackPressure, InstanceId, Role
-from banaserve.cli.admin.views.decisions import lines_of
+from banaserve.cli.admin.decisions import lines_of
 from banaserve.cli.main import main
 from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.contracts.control_api import (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from banaserve.cli.admin.views import placement, status
-from banaserve.cli.admin.views.node_tables import node_rows
+from banaserve.cli.admin import placement, status
+from banaserve.cli.admin.status import node_rows
 from banaserve.contracts.control_api import (
     ControllerState,
     ControllerStatus,

@@ -20,11 +20,24 @@ from banaserve.base.errors import UserError
 from banaserve.base.json_text import as_utf8
 from banaserve.engine.engine_args import parse_vllm_argv
 from banaserve.frontdoor.app import vllm_app
-from banaserve.frontdoor.bodies.bounds import BodyRefusedError, RequestBounds, read_outline
-from banaserve.frontdoor.bodies.grammars import GrammarSpec, grammars_of
-from banaserve.frontdoor.bodies.guard import LONG_BYTES, BodyGuard, take_parsed_bodies
-from banaserve.frontdoor.bodies.pace import FRACTION, LEAST_S, ValidationPace
-from banaserve.frontdoor.bodies.shape import JsonShape, measure, upper_bound
+from banaserve.frontdoor.bodies.bounds import (
+    BodyRefusedError,
+    JsonShape,
+    RequestBounds,
+    measure,
+    read_outline,
+    upper_bound,
+)
+from banaserve.frontdoor.bodies.grammar_checker import grammars_of
+from banaserve.frontdoor.bodies.grammar_process import GrammarSpec
+from banaserve.frontdoor.bodies.guard import (
+    FRACTION,
+    LEAST_S,
+    LONG_BYTES,
+    BodyGuard,
+    ValidationPace,
+    take_parsed_bodies,
+)
 from banaserve.frontdoor.middleware.admission import BodyLimit
 
 BOUNDS = RequestBounds()

@@ -23,7 +23,7 @@ from banaserve.base.access.tenants import TENANT_FIELD, TenantKey
 from banaserve.frontdoor import app as front_app
 from banaserve.frontdoor.app import ApiServerOptions, guarded
 from banaserve.frontdoor.bodies.bounds import BodyRefusedError, RequestBounds
-from banaserve.frontdoor.bodies.grammars import GrammarSpec
+from banaserve.frontdoor.bodies.grammar_process import GrammarSpec
 from banaserve.frontdoor.edge import refusals
 from banaserve.frontdoor.edge.limits import EdgeLimits
 from edge_server import HEAD, KEY, NUM_EVENTS, Caller, Rig, on_uvloop, patient, serving

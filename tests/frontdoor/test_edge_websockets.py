@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from banaserve.frontdoor.edge.websocket_limit import SessionLimits
+from banaserve.frontdoor.edge.websockets import SessionLimits
 from edge_server import Rig, on_uvloop, patient, refused, serving
 from waiting import DEADLINE_S, until
 

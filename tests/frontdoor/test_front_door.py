@@ -29,7 +29,7 @@ from banaserve.base.config import ServeConfig
 from banaserve.base.errors import UserError
 from banaserve.base.run_dir import open_run_dir
 from banaserve.base.types import RequestLimits, Role
-from banaserve.cli.serve import needs
+from banaserve.cli.serve import machine
 from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.cli.serve.engine_options import PARALLEL, gives
 from banaserve.cli.serve.launch import check_tls
@@ -39,7 +39,7 @@ from banaserve.engine.engine_args import refuse_taken
 from banaserve.frontdoor.app import ApiServer
 from banaserve.frontdoor.middleware.admission import BodyLimit, ConcurrencyLimit
 from banaserve.frontdoor.middleware.api_keys import KeyMiddleware
-from banaserve.frontdoor.middleware.latency_limits import (
+from banaserve.frontdoor.middleware.request_context import (
     TPOT_HEADER,
     TTFT_HEADER,
     RequestLimitsReader,
@@ -244,12 +244,12 @@ def test_what_all_engines_take_has_to_be_there(
     fits: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    machine = SimpleNamespace(total=16 * 2**30)
-    monkeypatch.setattr(needs.psutil, "virtual_memory", lambda: machine)
+    ram = SimpleNamespace(total=16 * 2**30)
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: ram)
     refused = pytest.raises(UserError, match="--gpu-memory-utilization")
     with contextlib.nullcontext() if fits else refused:
-        each_bytes = needs.instance_bytes(0, kv_bytes, fraction)
-        needs.check_memory(ServeConfig(), each_bytes, 8 * 2**30)
+        each_bytes = machine.instance_bytes(0, kv_bytes, fraction)
+        machine.check_memory(ServeConfig(), each_bytes, 8 * 2**30)
 
 
 def test_no_option_of_vllm_counts_as_one_of_ours_misspelt() -> None:

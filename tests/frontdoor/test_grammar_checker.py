@@ -15,9 +15,8 @@ import pytest
 pytest.importorskip("xgrammar")
 
 from banaserve.frontdoor.bodies.bounds import BodyRefusedError
-from banaserve.frontdoor.bodies.grammar_checker import GrammarChecker
+from banaserve.frontdoor.bodies.grammar_checker import GrammarChecker, GrammarSpec
 from banaserve.frontdoor.bodies.grammar_process import GrammarLimits
-from banaserve.frontdoor.bodies.grammars import GrammarSpec
 
 pytestmark = pytest.mark.deep
 

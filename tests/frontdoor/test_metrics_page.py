@@ -21,8 +21,12 @@ from starlette.responses import Response
 
 from banaserve.base.errors import StoreUnavailableError
 from banaserve.frontdoor import metrics
-from banaserve.frontdoor.metrics import MetricsPage, StoreStatsReader
-from banaserve.frontdoor.shared_calls import SharedCalls, TooManyCallsError
+from banaserve.frontdoor.metrics import (
+    MetricsPage,
+    SharedCalls,
+    StoreStatsReader,
+    TooManyCallsError,
+)
 from banaserve.kvstore.stats import StoreStats
 from waiting import until
 

@@ -20,13 +20,12 @@ import uvloop
 
 pytest.importorskip("vllm")
 
-from banaserve.base.config import TakeOver
 from banaserve.base.errors import UserError
 from banaserve.base.run_dir import AdminAccess, find_offer, open_run_dir, write_admin
 from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.frontdoor.app import ApiServer
-from banaserve.frontdoor.lifecycle import take_over
-from banaserve.frontdoor.lifecycle.take_over import (
+from banaserve.frontdoor.lifecycle import listening_socket
+from banaserve.frontdoor.lifecycle.listening_socket import (
     ClaimLostError,
     Offer,
     Refusal,
@@ -38,7 +37,7 @@ from waiting import until
 
 ADDRESS = ("127.0.0.1", 8000)
 OFFER = Offer(os.getpid(), *ADDRESS, "http")
-_said = take_over._encode
+_said = listening_socket._encode
 
 
 @pytest.fixture
@@ -157,7 +156,7 @@ async def test_a_peer_that_says_nothing_keeps_nobody_waiting(
     async with offering(path, front) as offer:
         with connected(path):
             (await taken_over(offer, path)).close()
-    monkeypatch.setattr(take_over, "_ANSWER_S", 0.01)
+    monkeypatch.setattr(listening_socket, "_ANSWER_S", 0.01)
     async with offering(path, front):
         with connected(path) as silent:
             assert await asyncio.to_thread(silent.recv, 100) == b""
@@ -166,7 +165,7 @@ async def test_a_peer_that_says_nothing_keeps_nobody_waiting(
 async def test_another_user_gets_nothing(
     path: Path, front: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(take_over, "peer_of", lambda _: (1, os.getuid() + 1))
+    monkeypatch.setattr(listening_socket, "peer_of", lambda _: (1, os.getuid() + 1))
     async with offering(path, front) as offer:
         with connected(path) as stranger:
             stranger.send(_said("ask"))
@@ -180,7 +179,7 @@ async def test_another_user_gets_nothing(
 def test_a_peers_process_and_user_are_the_systems_word() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        assert take_over.peer_of(ours) == (os.getpid(), os.getuid())
+        assert listening_socket.peer_of(ours) == (os.getpid(), os.getuid())
 
 
 # ---- the running server says what it should not
@@ -225,7 +224,7 @@ def test_a_claim_that_is_not_answered_by_an_offer_is_an_error(
 
 
 def test_a_claim_without_an_answer_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(take_over, "_ANSWER_S", 0.01)
+    monkeypatch.setattr(listening_socket, "_ANSWER_S", 0.01)
     with (
         server_that(path, lambda connection: connection.recv(100) and connection.recv(100)),
         pytest.raises(UserError, match="does not answer"),
@@ -344,7 +343,7 @@ async def test_an_address_that_has_become_free_is_bound_and_said(
 async def test_an_address_that_does_not_become_free_is_an_error(
     path: Path, front: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(take_over, "_FREE_AGAIN_S", 0.01)
+    monkeypatch.setattr(listening_socket, "_FREE_AGAIN_S", 0.01)
     with lost_claim(path, front) as claim, pytest.raises(UserError, match="cannot listen on"):
         await claim.obtain(lambda _: None)
 
@@ -390,12 +389,12 @@ def test_another_users_folder_is_said_to_be_unreadable(
     ("argv", "expected"),
     [
         ([], None),
-        (["--take-over"], TakeOver()),
-        (["--take-over", "--port", "9000"], TakeOver()),
-        (["m", "--take-over", "/runs/one", "--port", "9000"], TakeOver(Path("/runs/one"))),
+        (["--take-over"], ""),
+        (["--take-over", "--port", "9000"], ""),
+        (["m", "--take-over", "/runs/one", "--port", "9000"], "/runs/one"),
     ],
 )
-def test_the_option_names_a_run_or_none(argv: list[str], expected: TakeOver | None) -> None:
+def test_the_option_names_a_run_or_none(argv: list[str], expected: str | None) -> None:
     assert parse_serve_argv(argv).take_over == expected
 
 

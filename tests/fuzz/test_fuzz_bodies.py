@@ -11,9 +11,14 @@ pytest.importorskip("vllm")
 from hypothesis import given
 
 from banaserve.base.types import RequestId
-from banaserve.frontdoor.bodies.bounds import BodyRefusedError, RequestBounds, read_outline
-from banaserve.frontdoor.bodies.grammars import grammars_of
-from banaserve.frontdoor.bodies.shape import measure, upper_bound
+from banaserve.frontdoor.bodies.bounds import (
+    BodyRefusedError,
+    RequestBounds,
+    measure,
+    read_outline,
+    upper_bound,
+)
+from banaserve.frontdoor.bodies.grammar_checker import grammars_of
 from banaserve_route.balancer.http.request import ClientRequest
 from banaserve_route.balancer.requests.routing_request import read_request
 from corpus import attempt, ends, fuzzed, spoiled

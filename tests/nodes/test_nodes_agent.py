@@ -20,7 +20,7 @@ from banaserve.nodes import link as links
 from banaserve.nodes.agent import agent as agents
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import connect
-from banaserve.nodes.measuring.survey import HERE, survey_nodes
+from banaserve.nodes.measuring import HERE, survey_nodes
 from banaserve.nodes.messages import Inspect, JoinSession, LinkMeasured, SessionOpened, own_version
 from banaserve.nodes.model_check import model_digest
 from banaserve.nodes.places import AgentPlace, GivenPlaces

@@ -157,7 +157,7 @@ def test_a_miniature_is_made_once_and_its_tokenizer_works(tmp_path, monkeypatch)
         (source / name).write_text(name)
     known = {"vocab_size": 300, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
     (source / "config.json").write_text(json.dumps(known))
-    packaged = models.ResolvedModel("p", str(source), "p", is_local=False)
+    packaged = models.ResolvedModel("p", str(source), "p")
     monkeypatch.setattr(models, "resolve", lambda *_: packaged)
     small = Miniature(2, 4, 2, 128)
     said: list[str] = []

@@ -21,10 +21,10 @@ pytest.importorskip("vllm")
 from banaserve.cli.serve.banner import page_line
 from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.contracts.trace_events import FirstToken
-from banaserve.frontdoor.admin.page_access import CODE_S, PageAccess
+from banaserve.frontdoor.admin.live import CODE_S, PageAccess
 from banaserve.frontdoor.page.page import PageMiddleware, page_files
 from banaserve.frontdoor.page.records import PageInfo
-from banaserve.frontdoor.page.replay_app import replay_app
+from banaserve.frontdoor.page.replay import replay_app
 from banaserve.mains.serve import _page
 from banaserve.serving.tracing.http_call import HttpCall
 from served_admin import KEY, Served

@@ -20,11 +20,13 @@ from banaserve.contracts.migration_api import (
     Migration,
     MoveStatus,
 )
-from banaserve.frontdoor.page.figures import WINDOW_S, figures_of, quantile
 from banaserve.frontdoor.page.records import MoveProgress, ShownLayers
 from banaserve.frontdoor.page.snapshot import (
+    WINDOW_S,
+    figures_of,
     migration_progress,
     modules_away,
+    quantile,
     snapshot_of,
     spans_of,
     store_panel,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,46 +39,6 @@ def read_keys(option: str, path: Path) -> tuple[str, ...]:
     return keys
 
 
-def read_key(option: str, path: Path) -> str:
-    """Return the only key in a file.
-
-    Raises:
-        UserError: The file cannot be read, or does not hold exactly one key.
-    """
-    keys = read_keys(option, path)
-    if len(keys) > 1:
-        raise UserError(f"{option} {path}: it holds {len(keys)} keys: write one")
-    return keys[0]
-
-
-def key_of(option: str, given: str | None, path: Path | None, usual: str) -> str:
-    """Return the key that an option or its ``-file`` option gives; ``usual`` without both.
-
-    Args:
-        option: Name of the option, without ``-file``.
-
-    Raises:
-        UserError: Both options are given, or the file cannot be used.
-    """
-    if path is None:
-        return given or usual
-    if given is not None:
-        raise UserError(f"{option} and {option}-file exclude each other: leave out {option}")
-    return read_key(f"{option}-file", path)
-
-
-def keys_of(
-    option: str, given: Iterable[str], path: Path | None, usual: Iterable[str]
-) -> tuple[str, ...]:
-    """Return all keys that an option and its ``-file`` option give; ``usual`` without both.
-
-    Raises:
-        UserError: The file cannot be used.
-    """
-    found = (*given, *(read_keys(f"{option}-file", path) if path is not None else ()))
-    return found or tuple(usual)
-
-
 def key_option(
     name: str,
     help: str,
@@ -104,9 +63,16 @@ def key_option(
     def read(known: Namespace) -> str | tuple[str, ...]:
         given, path = getattr(known, dest, default), getattr(known, f"{dest}_file")
         usual = os.environ.get(variable, "")
+        keys = read_keys(f"{name}-file", path) if path is not None else ()
         if is_repeated:
-            return keys_of(name, given, path, [usual] if usual else [])
-        return key_of(name, given, path, usual)
+            return (*given, *keys) or ((usual,) if usual else ())
+        if not keys:
+            return given or usual
+        if given is not None:
+            raise UserError(f"{name} and {name}-file exclude each other: leave out {name}")
+        if len(keys) > 1:
+            raise UserError(f"{name}-file {path}: it holds {len(keys)} keys: write one")
+        return keys[0]
 
     own = (extra(name, help, default, group=group, **settings),) if help else ()
     return derived(() if is_repeated else "", read, *own, file, is_shown=False)

@@ -36,13 +36,11 @@ class ResolvedModel:
         name: Name as the user gave it.
         path_or_id: Folder that vLLM loads.
         served_name: Name of the model in the API.
-        is_local: True if the user named a folder; False if banaserve or the hub keeps the files.
     """
 
     name: str
     path_or_id: str
     served_name: str
-    is_local: bool
 
 
 def resolve(name: str, cache_dir: Path | None, progress: Callable[[str], None]) -> ResolvedModel:
@@ -60,11 +58,11 @@ def resolve(name: str, cache_dir: Path | None, progress: Callable[[str], None]) 
         folder = packaged_folder(cache_dir)
         if cache.obtain(folder, lambda target: _convert_packaged(target, progress), progress):
             progress(f"converted {name} to {folder}")
-        return ResolvedModel(name, str(folder), served_name=name, is_local=False)
+        return ResolvedModel(name, str(folder), served_name=name)
     if local := find_local(name):
-        return ResolvedModel(name, str(local), served_name=name, is_local=True)
+        return ResolvedModel(name, str(local), served_name=name)
     folder = hub.fetch(HUB_IDS.get(name, name), _hint(name), progress)
-    return ResolvedModel(name, str(folder), served_name=name, is_local=False)
+    return ResolvedModel(name, str(folder), served_name=name)
 
 
 def find_here(name: str) -> Path | None:

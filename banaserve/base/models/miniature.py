@@ -92,7 +92,7 @@ def resolve(
     source = Path(packaged.path_or_id)
     if cache.obtain(folder, lambda target: _write(miniature, source, target), progress):
         progress(f"made a miniature of {miniature.num_layers} layers in {folder}")
-    return models.ResolvedModel(name, str(folder), served_name=name, is_local=False)
+    return models.ResolvedModel(name, str(folder), served_name=name)
 
 
 def _write(miniature: Miniature, packaged: Path, target: Path) -> None:

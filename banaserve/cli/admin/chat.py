@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from banaserve.base.access.key_files import key_option
 from banaserve.base.arguments import argument, option
 from banaserve.base.errors import UserError
 from banaserve.base.run_dir import admin_on, find_admin
-from banaserve.cli.admin.options import check_one_server
+from banaserve.cli.admin.options import ServerChoice
 from banaserve.cli.app import App
-from banaserve.frontdoor.admin_client import opener_of
+from banaserve.frontdoor.admin_client import ServerApi
 
 _TIMEOUT_S = 600.0
 Message = dict[str, str]
 
 
-class ChatServer:
-    """A server that speaks OpenAI's chat API; calls block.
+class ChatServer(ServerApi):
+    """A server that speaks OpenAI's chat API."""
 
-    Raises:
-        UserError: The certificate cannot be read.
-    """
-
-    def __init__(self, url: str, api_key: str, certificate: str, is_own: bool) -> None:
-        self._url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
-        self._opener = opener_of(self._url, certificate, is_own)
+    bad_key = "the server refuses the API key: give its --api-key-file"
+    no_answer = (
+        "no server answers at {url} ({reason}): give its --run-dir, or its --url, with --cacert "
+        "where it has TLS"
+    )
 
     def first_model(self) -> str:
         """Return the name of the first model that the server serves.
@@ -45,11 +35,11 @@ class ChatServer:
         Raises:
             UserError: There is no answer, or the key is refused.
         """
-        with self._asked("/v1/models", None) as answer:
+        with self.asked("GET", "/v1/models", None, _TIMEOUT_S) as answer:
             try:
                 return str(json.loads(answer.read())["data"][0]["id"])
             except (ValueError, LookupError, TypeError):
-                raise UserError(f"{self._url} lists no models: is it an OpenAI API?") from None
+                raise UserError(f"{self.url} lists no models: is it an OpenAI API?") from None
 
     def stream(self, body: dict[str, Any]) -> Iterator[str]:
         """Yield the pieces of an answer as they come.
@@ -57,24 +47,9 @@ class ChatServer:
         Raises:
             UserError: The request is refused, or the answer breaks off.
         """
-        told = {**body, "stream": True}
-        with self._asked("/v1/chat/completions", json.dumps(told).encode()) as answer:
+        told = json.dumps({**body, "stream": True}).encode()
+        with self.asked("POST", "/v1/chat/completions", told, _TIMEOUT_S) as answer:
             yield from pieces(answer)
-
-    @contextlib.contextmanager
-    def _asked(self, path: str, body: bytes | None) -> Iterator[Any]:
-        try:
-            request = urllib.request.Request(self._url + path, body, self._headers)
-            with self._opener.open(request, timeout=_TIMEOUT_S) as answer:
-                yield answer
-        except urllib.error.HTTPError as refused:
-            raise UserError(_refusal(refused)) from None
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", None) or str(error) or type(error).__name__
-            raise UserError(
-                f"no server answers at {self._url} ({reason}): give its --run-dir, or its --url, "
-                "with --cacert where it has TLS"
-            ) from None
 
 
 def pieces(lines: Iterable[bytes]) -> Iterator[str]:
@@ -96,31 +71,17 @@ def pieces(lines: Iterable[bytes]) -> Iterator[str]:
                 yield text
 
 
-def _refusal(refused: urllib.error.HTTPError) -> str:
-    if refused.code in (401, 403):
-        return "the server refuses the API key: give its --api-key-file"
-    with contextlib.suppress(ValueError, LookupError, TypeError, OSError):
-        return str(json.loads(refused.read())["error"]["message"])
-    return f"the server answers {refused.code} {refused.reason}"
-
-
 @dataclass(frozen=True, kw_only=True)
-class ChatOptions:
+class ChatOptions(ServerChoice):
     """Options of ``banaserve chat``."""
 
     question: str | None = argument("one question; without it a conversation begins", None)
-    port: int | None = option("port of a server on this machine", None, int, metavar="PORT")
-    run_dir: Path | None = option("folder of the run (the only one of yours)", None, Path)
-    url: str | None = option("where another server listens", None)
     api_key: str = key_option(
         "--api-key",
         "the server's, where it needs one",
         "file with that key",
         "BANASERVE_API_KEY",
         metavar="KEY",
-    )
-    cacert: Path | None = option(
-        "certificate of the server at --url or --port", None, Path, metavar="FILE"
     )
     model: str | None = option("name of the model (the first one)", None)
     system: str | None = option("text that the model is told first", None)
@@ -132,7 +93,7 @@ class ChatOptions:
 
 def chat(asked: ChatOptions) -> None:
     """Talk to the model of a running server. An empty line, or Ctrl-D, ends the conversation."""
-    check_one_server(asked.port, asked.run_dir, asked.url)
+    asked.check_server()
     server, question, system = _server(asked), asked.question, asked.system
     body: dict[str, Any] = {
         "model": asked.model or server.first_model(),
@@ -160,7 +121,7 @@ def _server(asked: ChatOptions) -> ChatServer:
         if access is not None:
             return ChatServer(access.url, key, access.certificate, is_own=True)
         url = f"{'https' if certificate else 'http'}://127.0.0.1:{asked.port}"
-    return ChatServer(url, key, certificate, is_own=False)
+    return ChatServer(url.rstrip("/").removesuffix("/v1"), key, certificate, is_own=False)
 
 
 def _typed() -> Iterator[str]:

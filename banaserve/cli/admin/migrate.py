@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from banaserve.base.arguments import option
 from banaserve.base.errors import UserError
-from banaserve.cli.admin.expert_choice import experts_for
-from banaserve.cli.admin.operation_progress import follow
+from banaserve.cli.admin.operations import follow
 from banaserve.cli.admin.options import JsonOptions
-from banaserve.cli.admin.views.placement import overlap_words, sharing_line
+from banaserve.cli.admin.placement import overlap_words, sharing_line
 from banaserve.cli.app import App
 from banaserve.cli.terminal.console import print_json
 from banaserve.contracts.migration_api import (
@@ -237,6 +237,54 @@ def _numbers(text: str, option: str) -> list[int]:
     if not all(word.isdigit() for word in words):
         raise UserError(f"{option} {text}: write numbers with commas between, such as 1,2")
     return [int(word) for word in words]
+
+
+def experts_for(chosen: Sequence[int], share: float) -> tuple[int, ...]:
+    """Return the experts whose part of all choices is close to ``share``, ascending.
+
+    The work of an expert depends on how often the model's router chooses it: half of the experts
+    need not be half of the work. Experts are ordered from most to least chosen. From each place in
+    this order, two sets are considered: the experts that together just reach the share, and those
+    that fit into it, with and without one more. The set nearest to the share is taken; among
+    equals, that with fewer experts.
+
+    Args:
+        chosen: Number of choices of each expert.
+        share: Wanted share of all choices, in (0, 1].
+
+    Returns:
+        At least one expert; none if nothing was chosen.
+    """
+    wanted = share * sum(chosen)
+    by_load = sorted(
+        (expert for expert, count in enumerate(chosen) if count),
+        key=lambda expert: (-chosen[expert], expert),
+    )
+    if not by_load:
+        return ()
+    candidates = [one for n in range(len(by_load)) for one in _from(by_load[n:], chosen, wanted)]
+    distances = ((abs(sum(chosen[e] for e in one) - wanted), len(one)) for one in candidates)
+    nearest = min(zip(distances, candidates, strict=True))
+    return tuple(sorted(nearest[1]))
+
+
+def _from(by_load: Sequence[int], chosen: Sequence[int], wanted: float) -> Iterator[list[int]]:
+    """Yield the candidate sets of these experts, none of them empty."""
+    reaching: list[int] = []
+    fitting: list[int] = []
+    num_reaching = num_fitting = 0
+    for expert in by_load:
+        if num_reaching < wanted:
+            reaching.append(expert)
+            num_reaching += chosen[expert]
+        if num_fitting + chosen[expert] <= wanted:
+            fitting.append(expert)
+            num_fitting += chosen[expert]
+    yield reaching
+    if fitting:
+        yield fitting
+        left = [expert for expert in by_load if expert not in set(fitting)]
+        yield [*fitting, *left[-1:]]
 
 
 app = App(

@@ -17,14 +17,35 @@ _server = partial(option, group=_GROUP)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerOptions:
-    """Options that select the running server of a command."""
+class ServerChoice:
+    """Options that select a running server."""
 
-    port: int | None = _server(
-        "port of one of your servers on this machine", None, int, metavar="PORT"
-    )
+    port: int | None = _server("port of a server on this machine", None, int, metavar="PORT")
     run_dir: Path | None = _server("folder of the run (the only one of yours)", None, Path)
     url: str | None = _server("where the server listens, instead of --run-dir", None)
+    cacert: Path | None = _server(
+        "certificate, or its authority's, of a server that is none of your own runs",
+        None,
+        Path,
+        metavar="FILE",
+    )
+
+    def check_server(self) -> None:
+        """Check that at most one option names a server.
+
+        Raises:
+            UserError: Several options name a server.
+        """
+        given = {"--port": self.port, "--run-dir": self.run_dir, "--url": self.url}
+        named = [name for name, value in given.items() if value is not None]
+        if len(named) > 1:
+            raise UserError(f"{' and '.join(named)} both name a server: leave one out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions(ServerChoice):
+    """Options of commands that use the server's admin API."""
+
     admin_key: str = key_option(
         "--admin-key",
         "the server's, where it was given one",
@@ -32,13 +53,6 @@ class ServerOptions:
         "BANASERVE_ADMIN_KEY",
         group=_GROUP,
         metavar="KEY",
-    )
-    cacert: Path | None = _server(
-        "certificate, or its authority's, of the server at --url (one of your own runs: that of "
-        "its --ssl-certfile)",
-        None,
-        Path,
-        metavar="FILE",
     )
 
     def client(self) -> AdminClient:
@@ -48,7 +62,7 @@ class ServerOptions:
             UserError: The options name no server or contradict each other, or a file cannot be
                 used.
         """
-        check_one_server(self.port, self.run_dir, self.url)
+        self.check_server()
         if self.url is not None:
             certificate = str(self.cacert) if self.cacert is not None else ""
             return AdminClient(self.url, self.admin_key, certificate)
@@ -64,15 +78,3 @@ class JsonOptions(ServerOptions):
     """Options of a command that can print JSON."""
 
     as_json: bool = option("print JSON", False, name="--json")
-
-
-def check_one_server(port: int | None, run_dir: Path | None, url: str | None) -> None:
-    """Check that at most one option names a server.
-
-    Raises:
-        UserError: Several options name a server.
-    """
-    given = {"--port": port, "--run-dir": run_dir, "--url": url}
-    named = [name for name, value in given.items() if value is not None]
-    if len(named) > 1:
-        raise UserError(f"{' and '.join(named)} both name a server: leave one out")

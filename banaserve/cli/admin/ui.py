@@ -44,7 +44,7 @@ def ui(
 def _replay(path: Path, port: int) -> None:
     import uvicorn
 
-    from banaserve.frontdoor.page.replay_app import read_replay, replay_app
+    from banaserve.frontdoor.page.replay import read_replay, replay_app
 
     replay = read_replay(path)
     sock = _bound(port)

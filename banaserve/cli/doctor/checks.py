@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 from banaserve.base.config import ServeConfig
 from banaserve.base.errors import UserError
 from banaserve.base.platform.cpu_features import choose_dtype
-from banaserve.base.plugins import Plugin
-from banaserve.cli.serve import needs
-from banaserve.cli.serve.gpu_words import GpuParts, GpuUse, gpu_words
+from banaserve.cli.serve import machine
 from banaserve.frontdoor.edge.limits import edge_limits
 from banaserve.kvstore.sizes import format_size
 
@@ -70,25 +70,15 @@ class CheckStatus(Enum):
 class Finding:
     """A line of the report, with ``advice`` on what to do; empty if nothing is to be done."""
 
-    name: str
     status: CheckStatus
+    name: str
     detail: str
     advice: str = ""
 
 
-def ok(name: str, detail: str) -> Finding:
-    """Return the finding of a check that found what a server needs."""
-    return Finding(name, CheckStatus.OK, detail)
-
-
-def warning(name: str, detail: str, advice: str) -> Finding:
-    """Return the finding on what a server can run with, though not well."""
-    return Finding(name, CheckStatus.WARNING, detail, advice)
-
-
-def missing(name: str, detail: str, advice: str = "") -> Finding:
-    """Return the finding on what prevents a server from running."""
-    return Finding(name, CheckStatus.MISSING, detail, advice)
+ok = partial(Finding, CheckStatus.OK)
+warning = partial(Finding, CheckStatus.WARNING)
+missing = partial(Finding, CheckStatus.MISSING)
 
 
 def check_python(version: tuple[int, int, int], remedies: Remedies = FROM_CHECKOUT) -> Finding:
@@ -144,15 +134,6 @@ def check_torch(
     return ok("torch", f"{version}, {build[local]}")
 
 
-def check_gpu(names: Sequence[str]) -> Finding:
-    return ok("GPU", "; ".join(names) or "none found: the CPU is used")
-
-
-def check_gpu_use(parts: GpuParts) -> Finding:
-    """Say what a server with default options does on the GPUs of this machine."""
-    return ok("on the GPU", gpu_words(GpuUse(), parts))
-
-
 def check_nvcc(path: str | None, has_gpu: bool) -> Finding:
     if has_gpu and not path:
         advice = "install the CUDA toolkit if you want banaserve's own CUDA code built"
@@ -176,13 +157,13 @@ def check_cpu(machine: str, flags: frozenset[str], num_cores: int) -> Finding:
 
 
 def check_memory(config: ServeConfig, each_bytes: int, available_bytes: int) -> Finding:
-    """Check memory; ``each_bytes`` is that of one instance, as for ``needs.check_memory``."""
+    """Check memory; ``each_bytes`` is that of one instance, as for ``machine.check_memory``."""
     shown = f"{format_size(available_bytes)} available"
     try:
-        needs.check_memory(config, each_bytes, available_bytes)
+        machine.check_memory(config, each_bytes, available_bytes)
     except UserError as error:
         return missing("memory", shown, str(error))
-    needed = format_size(needs.server_bytes(config, each_bytes))
+    needed = format_size(machine.server_bytes(config, each_bytes))
     return ok("memory", f"{shown}, about {needed} needed")
 
 
@@ -215,13 +196,10 @@ def check_open_files(config: ServeConfig, limit: int) -> Finding:
     return warning("open files", shown, problem) if problem else ok("open files", shown)
 
 
-def check_port(port: int, problem: str | None) -> Finding:
-    """Check the port; ``problem`` is the error of listening on it, None if that works."""
-    return missing("port", str(port), problem) if problem else ok("port", f"{port} is free")
-
-
-def check_cache(folder: Path, writable: bool) -> Finding:
-    if not writable:
+def check_cache(folder: Path) -> Finding:
+    """Check that ``folder`` can be written, or made if it does not exist."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
         advice = "give a folder that you can write in BANASERVE_CACHE"
         return missing("cache", f"{folder} cannot be written", advice)
     return ok("cache", str(folder))
@@ -230,13 +208,6 @@ def check_cache(folder: Path, writable: bool) -> Finding:
 def check_native(error: str | None, remedies: Remedies = FROM_CHECKOUT) -> Finding:
     name = "banaserve._native"
     return missing(name, error, f"run `{remedies.install}`") if error else ok(name, "built")
-
-
-def check_plugin(plugin: Plugin) -> Finding:
-    shown = f"{plugin.name} of {plugin.package} ({plugin.group})"
-    if plugin.problem:
-        return warning("plugin", f"{shown}: {plugin.problem}", "mend the package or uninstall it")
-    return ok("plugin", shown)
 
 
 def _release(version: str) -> tuple[int, ...]:

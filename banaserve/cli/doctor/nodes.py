@@ -17,7 +17,7 @@ from banaserve.cli.doctor.checks import Finding, missing, ok, warning
 from banaserve.kvstore.sizes import format_size
 from banaserve.nodes.by_ray.places import RayPlaces
 from banaserve.nodes.credentials import ClusterCredentials
-from banaserve.nodes.measuring.survey import LinkReport, NodeReport, survey_nodes
+from banaserve.nodes.measuring import LinkReport, NodeReport, survey_nodes
 from banaserve.nodes.messages import Inspect, own_version
 from banaserve.nodes.model_check import model_digest
 from banaserve.nodes.places import GivenPlaces, Places

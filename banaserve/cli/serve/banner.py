@@ -12,7 +12,6 @@ from typing import TextIO
 from banaserve.base.config import MINIATURE, ServeConfig
 from banaserve.base.platform.cpu_features import DtypeChoice
 from banaserve.base.run_dir import RunDir, admin_note
-from banaserve.cli.serve.compiling import CompileChoice
 from banaserve.cli.serve.engine_options import (
     EAGER,
     compile_choice,
@@ -20,14 +19,13 @@ from banaserve.cli.serve.engine_options import (
     gives,
     migration_blocker,
 )
-from banaserve.cli.serve.gpu_words import GpuUse, gpu_words, installed
+from banaserve.cli.serve.machine import CompileChoice, GpuUse, gpu_words, installed
 from banaserve.engine.compat.config import is_on_cpu
 from banaserve.engine.cuda_graphs import graph_words
 from banaserve.engine.engine_args import goes_without_rotary_kernel, pools
 from banaserve.engine.tool_parsers import choose_tool_parser
 from banaserve.frontdoor.page.records import page_link
 from banaserve.mains.serve import Parts, scheme_of
-from banaserve.nodes.server.options import NodeOptions
 from banaserve.orchestrator.control.routing.registry import POLICIES
 
 _TOOL_OPTIONS = (
@@ -161,7 +159,7 @@ def _gpu_line(parts: Parts) -> str:
         blocker=off or migration_blocker(parts.engine_config),
         graphs=graph_words(parts.engine_config),
         num_ranks=parts.engine_config.parallel_config.tensor_parallel_size,
-        crosses=NodeOptions.of(parts.config).are_used,
+        crosses=parts.config.has_nodes,
         transport=parts.config.migration_transport,
         attention=parts.config.migration_attention,
     )

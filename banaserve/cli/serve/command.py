@@ -9,28 +9,27 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import urlsplit
 
 from banaserve.base.config import ServeConfig
 from banaserve.base.models import ResolvedModel, cache
-from banaserve.base.net.descriptors import raise_descriptor_limit
+from banaserve.base.net.sockets import raise_descriptor_limit
 from banaserve.base.orchestrator_config import OrchestratorConfig
 from banaserve.base.platform.linux import available_memory_bytes
 from banaserve.base.plugins import PluginGroup
 from banaserve.base.run_dir import RunDir, find_offer, open_run_dir
 from banaserve.cli.plugins import rivalries, use_plugins
-from banaserve.cli.serve import emulation, needs
+from banaserve.cli.serve import emulation, machine
 from banaserve.cli.serve.command_line import make_parser, parse_serve_argv
-from banaserve.cli.terminal.console import Say, print_error, timed
-from banaserve.cli.terminal.quiet import quiet
+from banaserve.cli.terminal.console import Say, print_error, quiet, timed
 from banaserve.contracts.environment import set_environment
 from banaserve.frontdoor.bodies.bounds import RequestBounds
-from banaserve.frontdoor.lifecycle.listening_socket import BoundSocket, FrontSocket
-from banaserve.frontdoor.lifecycle.take_over import SocketClaim
+from banaserve.frontdoor.lifecycle.listening_socket import FrontSocket, SocketClaim
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.sizes import parse_size
-from banaserve.nodes.server.options import NodeOptions
+from banaserve.nodes.places import check_places
 from banaserve.orchestrator.control.move_policies import registry as migration_policies
 from banaserve.orchestrator.control.routing import registry
 from banaserve.orchestrator.control.turn import ControlLimits, Mode
@@ -86,7 +85,7 @@ def check_config(config: ServeConfig) -> None:
     store = StoreOptions.of(config)
     store.tiers()
     store.peers.check()
-    NodeOptions.of(config).check()
+    check_places(config)
     parse_size(config.max_body_size)
     if config.log_max_size:
         parse_size(config.log_max_size)
@@ -98,8 +97,8 @@ def check_config(config: ServeConfig) -> None:
         _check_transport(config.migration_transport)
     if config.orchestrator.is_elastic:
         forecast_profile(config)
-    if not NodeOptions.of(config).are_used:
-        needs.check_memory(config, 0, available_memory_bytes())
+    if not config.has_nodes:
+        machine.check_memory(config, 0, available_memory_bytes())
 
 
 def _check_orchestrator(config: OrchestratorConfig) -> None:
@@ -125,11 +124,11 @@ def _front_socket(config: ServeConfig) -> Iterator[FrontSocket]:
             over.
     """
     address = config.host, config.port
-    front: FrontSocket
     if config.take_over is None:
-        front = BoundSocket(*address)
+        front = FrontSocket(*address)
     else:
-        front = SocketClaim(find_offer(config.take_over.run_dir, config.port), *address)
+        run_dir = Path(config.take_over) if config.take_over else None
+        front = SocketClaim(find_offer(run_dir, config.port), *address)
     with contextlib.closing(front):
         yield front
 

@@ -20,8 +20,8 @@ from banaserve.base.platform.cpu_features import DtypeChoice, choose_dtype, read
 from banaserve.base.platform.linux import available_memory_bytes
 from banaserve.base.run_dir import RunDir
 from banaserve.base.types import Role
-from banaserve.cli.serve import emulation, needs
-from banaserve.cli.serve.compiling import CompileChoice, choose_compiling, find_compiler
+from banaserve.cli.serve import emulation, machine
+from banaserve.cli.serve.machine import CompileChoice, choose_compiling, find_compiler
 from banaserve.contracts.environment import GRAPHS_VARIABLE
 from banaserve.engine import engine_args
 from banaserve.engine.compat.config import VllmConfig, is_on_cpu
@@ -55,7 +55,7 @@ def vllm_argv(config: ServeConfig, model: ResolvedModel, run: RunDir) -> list[st
         if not gives(given, "--dtype"):
             argv += ["--dtype", cpu_dtype().name]
         if not gives(given, "--kv-cache-memory-bytes", "--gpu-memory-utilization"):
-            argv += ["--kv-cache-memory-bytes", str(needs.CPU_KV_BYTES)]
+            argv += ["--kv-cache-memory-bytes", str(machine.CPU_KV_BYTES)]
         if not gives(given, *PARALLEL, "--distributed-executor-backend"):
             argv += ["--distributed-executor-backend", "uni"]  # one process an engine, not two
     argv += engine_args.common_options()

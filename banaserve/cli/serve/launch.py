@@ -25,7 +25,7 @@ from banaserve.base.net.tls import ServerTls
 from banaserve.base.platform.linux import limit_heaps
 from banaserve.base.run_dir import RunDir
 from banaserve.base.types import Role
-from banaserve.cli.serve import emulation, needs
+from banaserve.cli.serve import emulation, machine
 from banaserve.cli.serve.engine_options import (
     SettingsMaker,
     check_role_degrees,
@@ -42,7 +42,6 @@ from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.sizes import parse_size
 from banaserve.mains.serve import Parts, scheme_of, serve
 from banaserve.migration.modules.attention_backend import attention_blocker
-from banaserve.nodes.server.options import NodeOptions
 from banaserve.serving.launch.budgets import Budgets
 from banaserve.serving.launch.devices import Devices, check_groups
 from banaserve.serving.launch.engine_settings import RoleEngine
@@ -100,8 +99,8 @@ def prepared(
     instance_bytes = 0
     if is_on_cpu():
         instance_bytes = _instance_bytes(model, engine_config)
-        if not NodeOptions.of(config).are_used:
-            needs.check_memory(config, instance_bytes, available_bytes)
+        if not config.has_nodes:
+            machine.check_memory(config, instance_bytes, available_bytes)
     make = SettingsMaker(config, model, engine_config, run)
     time = emulation.words(config)
     launcher = _launcher(config, engine_config, argv, by_role, instance_bytes, run)
@@ -154,7 +153,7 @@ def _launcher(
     run: RunDir,
 ) -> Launcher:
     forks = config.engine_start == "fork" or (config.engine_start == "auto" and is_on_cpu())
-    if NodeOptions.of(config).are_used:
+    if config.has_nodes:
         num_gpus = 0 if is_on_cpu() else engine_config.parallel_config.world_size
         return _nodes_launcher(config, argv, num_gpus, instance_bytes, run, forks=forks)
     if forks:
@@ -187,7 +186,6 @@ def _nodes_launcher(
     from banaserve.nodes.server.launcher import NodesLauncher
     from banaserve.nodes.server.pool import NodeWork
 
-    options = NodeOptions.of(config)
     store = StoreOptions.of(config) if config.kv_store else None
     node_bytes = parse_size(store.size) if store is not None else 0
     work = NodeWork(
@@ -198,12 +196,12 @@ def _nodes_launcher(
         threads=config.threads_per_instance,
         store=store,
     )
-    key = options.key
-    places: Places = GivenPlaces(options.addresses)
-    if options.ray:
+    key = config.cluster_key
+    places: Places = GivenPlaces(config.nodes)
+    if config.cluster:
         key = key or secrets.token_hex(32)  # Ray passes it to the agents
         log = run.logs / "ray.log"
-        places = RayPlaces(options.ray, key, run.logs.name, work.instances, work.need, log)
+        places = RayPlaces(config.cluster, key, run.logs.name, work.instances, work.need, log)
     return NodesLauncher(places, key, work, f"{os.uname().nodename}:{run.logs}")
 
 
@@ -244,7 +242,7 @@ def _instance_bytes(model: ResolvedModel, engine_config: VllmConfig) -> int:
     cache_config = engine_config.cache_config
     weight_bytes = models.weight_bytes(model.name, Path(model.path_or_id))
     kv_bytes = cache_config.kv_cache_memory_bytes
-    return needs.instance_bytes(weight_bytes, kv_bytes, cache_config.gpu_memory_utilization)
+    return machine.instance_bytes(weight_bytes, kv_bytes, cache_config.gpu_memory_utilization)
 
 
 def run_server(parts: Parts, say: Callable[[str], None], on_open: Callable[[str], None]) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
+import logging
+import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 if TYPE_CHECKING:
     from rich.table import Table
+
 
 # A style of rich; ignored if the output is not a terminal.
 Style = str
@@ -73,3 +79,35 @@ def make_table(rows: Sequence[Sequence[str]], styles: Mapping[str, Style]) -> Ta
     for row in rows:
         table.add_row(*(Text(cell, style=styles.get(cell, "")) for cell in row))
     return table
+
+
+@contextlib.contextmanager
+def quiet(log_path: Path) -> Iterator[TextIO]:
+    """Send vLLM's output to a log; yield the terminal for our own output."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved_out, saved_err = os.dup(1), os.dup(2)
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    # A library that vLLM's server imports sets the root logger to errors only.
+    logging.getLogger("banaserve").setLevel(logging.INFO)
+    terminal = os.fdopen(saved_out, "w", buffering=1)
+    atexit.register(_hush)
+    try:
+        yield terminal
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        terminal.flush()
+        os.dup2(saved_out, 1)
+        os.dup2(saved_err, 2)
+        os.close(saved_err)
+
+
+def _hush() -> None:
+    """Discard standard error at exit: native libraries that vLLM loads report their leaks there."""
+    sys.stderr.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

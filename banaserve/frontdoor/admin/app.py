@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 
 import msgspec
@@ -10,6 +12,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from banaserve.contracts.migration_api import (
@@ -18,17 +21,25 @@ from banaserve.contracts.migration_api import (
     OverlapRequest,
     ShareRequest,
 )
-from banaserve.frontdoor.admin.answers import PREFIX, answer, route
+from banaserve.frontdoor.admin.answers import (
+    PREFIX,
+    answer,
+    ask_route,
+    last_of,
+    not_found,
+    operation_routes,
+    route,
+)
 from banaserve.frontdoor.admin.control import Control, control_routes
 from banaserve.frontdoor.admin.live import LivePage, live_routes
-from banaserve.frontdoor.admin.operations import operation_routes
-from banaserve.frontdoor.admin.traces import Traces, trace_routes
-from banaserve.frontdoor.edge.place import mark_authenticated
+from banaserve.frontdoor.edge.edge import mark_authenticated
 from banaserve.frontdoor.edge.refusals import refuse
 from banaserve.frontdoor.middleware.admission import BodyLimit
 from banaserve.serving.moves.coordinator import Coordinator
 from banaserve.serving.moves.guest_sharing import share
 from banaserve.serving.moves.status import placement_of
+from banaserve.serving.tracing.request_log import RequestLog
+from banaserve.serving.tracing.trace_collection import TraceCollector
 
 _MAX_BODY_BYTES = 1 << 20
 
@@ -93,9 +104,9 @@ def admin_app(
         *operation_routes(
             "migrations", "migration", coordinator, MigrationRequest, coordinator.begin
         ),
-        route("/overlap", _overlap, coordinator, method="POST"),
-        route("/share", _share, coordinator, method="POST"),
-        route("/expert-load", _expert_load, coordinator, method="POST"),
+        ask_route("/overlap", OverlapRequest, coordinator.overlap),
+        ask_route("/share", ShareRequest, partial(share, coordinator)),
+        ask_route("/expert-load", ExpertLoadRequest, coordinator.expert_load),
     ]
     if control is not None:
         routes += control_routes(control, coordinator)
@@ -113,21 +124,6 @@ async def _placement(coordinator: Coordinator, control: Control | None, _: Reque
     return answer(found)
 
 
-async def _overlap(coordinator: Coordinator, request: Request) -> Response:
-    ask = msgspec.json.decode(await request.body(), type=OverlapRequest)
-    return answer(await coordinator.overlap(ask))
-
-
-async def _share(coordinator: Coordinator, request: Request) -> Response:
-    ask = msgspec.json.decode(await request.body(), type=ShareRequest)
-    return answer(await share(coordinator, ask))
-
-
-async def _expert_load(coordinator: Coordinator, request: Request) -> Response:
-    ask = msgspec.json.decode(await request.body(), type=ExpertLoadRequest)
-    return answer(await coordinator.expert_load(ask))
-
-
 def _is_admin(scope: Scope) -> bool:
     path = _path(scope)
     return path == PREFIX or path.startswith(f"{PREFIX}/")
@@ -136,3 +132,28 @@ def _is_admin(scope: Scope) -> bool:
 def _path(scope: Scope) -> str:
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
+
+
+@dataclass(frozen=True, slots=True)
+class Traces:
+    """The front door's notes of requests, and the collector of the engines' notes."""
+
+    requests: RequestLog
+    collector: TraceCollector
+
+
+def trace_routes(traces: Traces) -> list[Route]:
+    # A client may choose the id, which may contain slashes.
+    return [route("/traces", _list, traces), route("/traces/{id:path}", _show, traces)]
+
+
+async def _list(traces: Traces, request: Request) -> Response:
+    """Return the last requests, the oldest first; ``?last=20``: only the last 20."""
+    return answer(traces.requests.last(last_of(request)))
+
+
+async def _show(traces: Traces, request: Request) -> Response:
+    notes = traces.requests.find(request.path_params["id"])
+    if notes is None:
+        return not_found("request", request)
+    return answer(await traces.collector.trace_of(notes))

@@ -1,17 +1,21 @@
-"""Admin API of instances: status, decisions, roles, drains, scalings and nodes."""
+"""Admin API of instances: status, decisions, roles, drains, scalings and nodes; asks no engine."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from banaserve.base.types import ClusterView, InstanceView
 from banaserve.contracts.control_api import (
+    ControllerStatus,
+    InstanceStatus,
+    MoveLine,
     NodeRequest,
     PauseRequest,
     RoleRequest,
@@ -19,20 +23,33 @@ from banaserve.contracts.control_api import (
     ServerStatus,
 )
 from banaserve.contracts.instances import NodeChange, RoleChange, Scaling
-from banaserve.contracts.restart_api import RestartRequest
-from banaserve.frontdoor.admin.answers import answer, last_of, route, wait_s_of
-from banaserve.frontdoor.admin.operations import operation_routes
-from banaserve.frontdoor.admin.status import status_of
+from banaserve.contracts.migration_api import Migration
+from banaserve.contracts.restart_api import RestartRequest, RollingRestart
+from banaserve.frontdoor.admin.answers import (
+    answer,
+    ask_route,
+    last_of,
+    operation_routes,
+    route,
+    value_route,
+    wait_s_of,
+)
+from banaserve.orchestrator.control.measure import judge, load_of
+from banaserve.orchestrator.control.move_policies.scoring import module_words
 from banaserve.orchestrator.control.routing.named import NamedPolicy
+from banaserve.orchestrator.planner.loop.decision_format import pressure_words
 from banaserve.orchestrator.planner.loop.loop import Controller
-from banaserve.serving.executor import MoveExecutor
+from banaserve.serving.executor import MoveExecutor, seconds_of
 from banaserve.serving.moves.coordinator import Coordinator
+from banaserve.serving.operations import Operations, OperationState
 from banaserve.serving.restart.rolling import RollingRestarts
 from banaserve.serving.roles.drain import Drains
 from banaserve.serving.roles.role_switch import Roles
 from banaserve.serving.scaling.node_changes import NodeChanges
 from banaserve.serving.scaling.plan import InstanceCounts
 from banaserve.serving.scaling.scaler import Scaler
+
+_ENDED_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +67,41 @@ class Control:
 
     def status(self, coordinator: Coordinator, *, with_nodes: bool = True) -> ServerStatus:
         """Return instances, operations and the controller; with or without the nodes."""
-        return status_of(
-            self.executor.view(),
-            coordinator,
-            self.roles,
-            self.scaler,
-            self.restarts,
-            self.nodes if with_nodes else None,
-            self.controller.status(),
-            self.routing,
+        view, routing = self.executor.view(), self.routing
+        left_out = judge(view).left_out
+        replaced = {
+            one.instance
+            for restart in self.restarts.recent()
+            if restart.is_open
+            for one in restart.engines
+            if one.state in ("draining", "starting")
+        }
+        instances = [
+            _instance(
+                one, view, coordinator, self.roles, str(left_out.get(name, "")), name in replaced
+            )
+            for name, one in view.instances.items()
+        ]
+        kinds: list[Operations[Any]] = [coordinator, self.roles, self.scaler, self.restarts]
+        if with_nodes:
+            kinds.append(self.nodes)
+        operations: list[OperationState] = [one for kind in kinds for one in kind.recent()]
+        ended = [one for one in operations if not one.is_open]
+        shown = [one for one in operations if one.is_open] + ended[-_ENDED_SHOWN:]
+        return ServerStatus(
             time.time(),
+            instances,
+            [_line(one) for one in shown],
+            self.controller.status(),
+            routing.name,
+            routing.package,
+            self.nodes.nodes() if with_nodes else [],
+            pressure_words(view.back_pressure),
         )
+
+    async def pause(self, ask: PauseRequest) -> ControllerStatus:
+        self.controller.set_paused(ask.paused)
+        return self.controller.status()
 
     async def begin_role(self, ask: RoleRequest) -> RoleChange:
         return self.roles.begin(
@@ -79,14 +120,14 @@ class Control:
 
 def control_routes(control: Control, coordinator: Coordinator) -> list[Route]:
     return [
-        route("/status", _status, control, coordinator),
+        value_route("/status", lambda: control.status(coordinator)),
         route("/decisions", _decisions, control),
-        route("/orchestrator", _controller, control),
-        route("/orchestrator", _pause, control, method="POST"),
+        value_route("/orchestrator", control.controller.status),
+        ask_route("/orchestrator", PauseRequest, control.pause),
         route("/drains/{id}", _drain_begin, control, method="POST"),
         route("/drains/{id}", _drain_show, control),
         route("/drains/{id}", _drain_release, control, method="DELETE"),
-        route("/nodes", _nodes, control),
+        value_route("/nodes", control.nodes.nodes),
         *operation_routes("roles", "role switch", control.roles, RoleRequest, control.begin_role),
         *operation_routes(
             "scalings", "scaling", control.scaler, ScaleRequest, control.begin_scaling
@@ -100,27 +141,9 @@ def control_routes(control: Control, coordinator: Coordinator) -> list[Route]:
     ]
 
 
-async def _status(control: Control, coordinator: Coordinator, _: Request) -> Response:
-    return answer(control.status(coordinator))
-
-
-async def _nodes(control: Control, _: Request) -> Response:
-    return answer(control.nodes.nodes())
-
-
 async def _decisions(control: Control, request: Request) -> Response:
     """Return decisions, the oldest first; ``?last=20``: only the last 20."""
     return answer(control.controller.log.last(last_of(request)))
-
-
-async def _controller(control: Control, _: Request) -> Response:
-    return answer(control.controller.status())
-
-
-async def _pause(control: Control, request: Request) -> Response:
-    ask = msgspec.json.decode(await request.body(), type=PauseRequest)
-    control.controller.set_paused(ask.paused)
-    return answer(control.controller.status())
 
 
 async def _drain_begin(control: Control, request: Request) -> Response:
@@ -134,3 +157,62 @@ async def _drain_show(control: Control, request: Request) -> Response:
 
 async def _drain_release(control: Control, request: Request) -> Response:
     return answer(control.drains.release(request.path_params["id"]))
+
+
+def _line(one: OperationState) -> MoveLine:
+    seconds = seconds_of(one) if isinstance(one, Migration) else one.seconds
+    what = f"rolling restart: {one}" if isinstance(one, RollingRestart) else str(one)
+    return MoveLine(one.id, what, one.state, seconds, one.reason)
+
+
+def _instance(
+    one: InstanceView,
+    view: ClusterView,
+    coordinator: Coordinator,
+    roles: Roles,
+    left_out: str,
+    is_replaced: bool,
+) -> InstanceStatus:
+    report, host_state = one.report, coordinator.hosts[one.id]
+    load = load_of(report) if report is not None else None
+    guests = [
+        f"{module_words(p.module)} of {host.id}"
+        for host in view.instances.values()
+        for p in host.placements
+        if p.guest == one.id
+    ]
+    return InstanceStatus(
+        id=one.id,
+        role=one.role.value,
+        state="restarting" if is_replaced else _state(one, coordinator, roles),
+        inflight_requests=one.inflight_requests,
+        inflight_prefill_tokens=one.inflight_prefill_tokens,
+        compute=load.compute if load else None,
+        memory=load.memory if load else None,
+        num_running=report.num_running if report else 0,
+        num_waiting=report.num_waiting if report else 0,
+        step_s=report.step_s if report else 0.0,
+        step_tokens=report.step_tokens if report else 0.0,
+        age_s=one.report_age_s(view.now_s),
+        kv_blocks=report.num_kv_blocks if report else 0,
+        kv_blocks_gained=host_state.grown_blocks,
+        guest_bytes=report.guest_bytes if report else 0,
+        epoch=one.epoch,
+        away=[f"{module_words(p.module)} at {p.guest}" for p in one.placements],
+        guests=guests,
+        left_out=left_out,
+        gpu_busy_fraction=report.gpu_busy_fraction if report else None,
+        gpu_memory_fraction=report.gpu_memory_fraction if report else None,
+        node=host_state.instance.place.node,
+    )
+
+
+def _state(one: InstanceView, coordinator: Coordinator, roles: Roles) -> str:
+    if any(change.is_open and change.instance == one.id for change in roles.recent()):
+        return "draining"
+    instance = coordinator.hosts[one.id].instance
+    if instance.service.is_drained:
+        return "drained"
+    if instance.is_ready:
+        return "ready"
+    return "down" if instance.place.is_there else "away"

@@ -1,17 +1,21 @@
-"""Bounds of a request's body, checked before it becomes objects."""
+"""Bounds of a request's body, checked before it becomes objects.
+
+The shape of a long JSON text is read from its bytes, not parsed: numpy scans a MiB at a time and
+lets other threads run meanwhile.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from http import HTTPStatus
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from banaserve.base.errors import BanaServeError, UserError
 from banaserve.base.names import check_known
-from banaserve.frontdoor.bodies.shape import measure, upper_bound
 
 
 class BodyRefusedError(BanaServeError):
@@ -90,33 +94,11 @@ class RequestBounds:
 _NOTHING = msgspec.Raw()
 
 
-class Outline(msgspec.Struct, frozen=True):
-    """Members of a body that are checked, each kept as raw JSON until it has been counted."""
-
-    messages: msgspec.Raw = _NOTHING
-    system: msgspec.Raw = _NOTHING
-    input: msgspec.Raw = _NOTHING
-    prompt: msgspec.Raw = _NOTHING
-    tools: msgspec.Raw = _NOTHING
-    stop: msgspec.Raw = _NOTHING
-    stop_sequences: msgspec.Raw = _NOTHING
-    stop_token_ids: msgspec.Raw = _NOTHING
-    bad_words: msgspec.Raw = _NOTHING
-    n: msgspec.Raw = _NOTHING
-    best_of: msgspec.Raw = _NOTHING
-    logprobs: msgspec.Raw = _NOTHING
-    top_logprobs: msgspec.Raw = _NOTHING
-    prompt_logprobs: msgspec.Raw = _NOTHING
-    logit_bias: msgspec.Raw = _NOTHING
-    structured_outputs: msgspec.Raw = _NOTHING
-    response_format: msgspec.Raw = _NOTHING
-    text: msgspec.Raw = _NOTHING
-    sampling_params: msgspec.Raw = _NOTHING
-
+Outline = dict[str, msgspec.Raw]
+"""Members of a body by their names, each kept as raw JSON until it has been counted."""
 
 _list = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _dict = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_outline = msgspec.json.Decoder(Outline).decode
 _text = msgspec.json.Decoder(str).decode
 _MAX_NUMBER_BYTES, _BEYOND = 4096, 2**31
 _COUNTED = ("messages", "input", "tools", "stop", "stop_sequences", "stop_token_ids", "bad_words")
@@ -137,13 +119,10 @@ def read_outline(body: bytes, bounds: RequestBounds) -> Outline | None:
         if not body.lstrip(b" \t\r\n").startswith(b"{"):
             msgspec.json.decode(body, type=msgspec.Raw)
             return None
-        outline = _outline(body)
-        _check_arrays(_dict(body), bounds)
+        outline = _dict(body)
         _check_outline(outline, bounds)
-        if _kind(outline.sampling_params) == "{":
-            nested = bytes(outline.sampling_params)
-            _check_arrays(_dict(nested), bounds)
-            _check_outline(_outline(nested), bounds)
+        if _kind(nested := member(outline, "sampling_params")) == "{":
+            _check_outline(_dict(nested), bounds)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise no_json(error) from None
     return outline
@@ -159,10 +138,10 @@ def validation_s(outline: Outline, num_values: int) -> float:
     Args:
         num_values: Number of values in a long body; 0 for a short one.
     """
-    messages = _elements(outline.messages)
+    messages = _elements(member(outline, "messages"))
     if messages and _kind(messages[0]) == "[":
         messages = [one for chat in messages for one in _elements(chat)]
-    items = [*messages, *(one for one in _elements(outline.input) if _kind(one) == "{")]
+    items = [*messages, *(one for one in _elements(member(outline, "input")) if _kind(one) == "{")]
     lists = [one for item in items for one in _dict(item).values() if _kind(one) == "["]
     num_parts = sum(map(_count, lists))
     return _VALUE_S * num_values + _PART_S * num_parts + _MESSAGE_S * len(items)
@@ -185,7 +164,7 @@ def _check_shape(body: bytes, bounds: RequestBounds) -> None:
         _limit(name, getattr(shape, name), getattr(bounds, name))
 
 
-def _check_arrays(members: dict[str, msgspec.Raw], bounds: RequestBounds) -> None:
+def _check_arrays(members: Outline, bounds: RequestBounds) -> None:
     """Bound fields and arrays: an endpoint lists an error for each element of a wrong type."""
     _limit("fields", len(members), bounds.fields)
     for name, raw in members.items():
@@ -196,23 +175,29 @@ def _check_arrays(members: dict[str, msgspec.Raw], bounds: RequestBounds) -> Non
                 _limit("elements", len(_elements(row)), bounds.elements, name[:32])
 
 
+def member(outline: Outline, name: str) -> msgspec.Raw:
+    """Return a member of a body; empty if there is none."""
+    return outline.get(name, _NOTHING)
+
+
 def _check_outline(outline: Outline, bounds: RequestBounds) -> None:
-    _check_messages(outline.messages, bounds)
-    inputs = _check_inputs(outline.input, bounds)
-    prompts = len(_elements(outline.prompt))
+    _check_arrays(outline, bounds)
+    _check_messages(member(outline, "messages"), bounds)
+    inputs = _check_inputs(member(outline, "input"), bounds)
+    prompts = len(_elements(member(outline, "prompt")))
     _limit("prompts", max(prompts, inputs), bounds.prompts)
-    _limit("tools", _count(outline.tools), bounds.tools)
-    _check_objects("tools", _elements(outline.tools), bounds)
+    _limit("tools", _count(member(outline, "tools")), bounds.tools)
+    _check_objects("tools", _elements(member(outline, "tools")), bounds)
     for name in ("stop", "stop_sequences", "stop_token_ids", "bad_words"):
-        _limit("stops", _count(getattr(outline, name)), bounds.stops, name)
-    _limit("logit_bias", _count(outline.logit_bias), bounds.logit_bias)
+        _limit("stops", _count(member(outline, name)), bounds.stops, name)
+    _limit("logit_bias", _count(member(outline, "logit_bias")), bounds.logit_bias)
     for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
-        _limit("logprobs", _number(getattr(outline, name)), bounds.logprobs, name)
-    sequences = max(_number(outline.n), _number(outline.best_of), 1)
+        _limit("logprobs", _number(member(outline, name)), bounds.logprobs, name)
+    sequences = max(_number(member(outline, "n")), _number(member(outline, "best_of")), 1)
     _limit("n", sequences, bounds.n)
     _limit("sequences", sequences * max(1, prompts), bounds.sequences)
     for name in _GRAMMARS:
-        raw = getattr(outline, name)
+        raw = member(outline, name)
         num_bytes = len(memoryview(raw)) if _kind(raw) == "{" else 0
         _limit("grammar_bytes", num_bytes, bounds.grammar_bytes, name)
 
@@ -305,3 +290,92 @@ def _number(raw: msgspec.Raw) -> int:
         return int(float(text))
     except (ValueError, OverflowError):
         return _BEYOND if text[:1].isdigit() or text.startswith("inf") else 0
+
+
+_STEP_BYTES = 2**20
+_QUOTE, _COMMA, _COLON, _OPENS, _CLOSES = 0x22, 0x2C, 0x3A, 0x7B, 0x7D
+_CASE_BIT = 0x20
+"""Bit that turns ``[`` and ``]`` into ``{`` and ``}``."""
+
+_CONTAINER_BYTES, _STRING_BYTES, _NUMBER_BYTES = 240, 80, 40
+"""Memory that Python needs for an empty object or array, a short string or key, and a number, each
+with the reference to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class JsonShape:
+    """Counts of a JSON text's objects.
+
+    Attributes:
+        containers: Number of objects and arrays.
+        keys: Number of members of objects.
+        values: Number of members of objects and elements of arrays; 1 for an empty container.
+        strings: Number of strings, keys included.
+        depth: Nesting depth of containers.
+    """
+
+    containers: int = 0
+    keys: int = 0
+    values: int = 0
+    strings: int = 0
+    depth: int = 0
+
+    @property
+    def object_bytes(self) -> int:
+        """Return the estimated memory of the parsed objects, without the text of the strings."""
+        numbers = max(0, self.values - self.strings + self.keys)
+        return (
+            self.containers * _CONTAINER_BYTES
+            + self.strings * _STRING_BYTES
+            + numbers * _NUMBER_BYTES
+        )
+
+
+def upper_bound(body: bytes) -> JsonShape:
+    """Return counts that no JSON text of these bytes exceeds; quick, does not skip strings.
+
+    The commas of prose in strings count as well, so the bound of such a text is high.
+    """
+    containers = body.count(b"{") + body.count(b"[")
+    return JsonShape(
+        containers=containers,
+        keys=body.count(b":"),
+        values=body.count(b",") + containers,
+        strings=body.count(b'"') // 2,
+        depth=containers,
+    )
+
+
+def measure(body: bytes) -> JsonShape:
+    """Return the counts of ``body``; a text that is no JSON yields some counts too."""
+    containers = keys = commas = quotes = depth = deepest = 0
+    for part in _parts(body):
+        is_quote = part == _QUOTE
+        # uint8 wraps around, which keeps the parity.
+        is_outside = (np.cumsum(is_quote, dtype=np.uint8) + (quotes & 1)) & 1 == 0
+        quotes += int(np.count_nonzero(is_quote))
+        outside = part[is_outside]
+        commas += int(np.count_nonzero(outside == _COMMA))
+        keys += int(np.count_nonzero(outside == _COLON))
+        outside = outside | _CASE_BIT
+        brackets = outside[(outside == _OPENS) | (outside == _CLOSES)]
+        if brackets.size:
+            steps = np.where(brackets == _OPENS, 1, -1).cumsum(dtype=np.int64)
+            containers += int(np.count_nonzero(brackets == _OPENS))
+            deepest = max(deepest, depth + int(steps.max()))
+            depth += int(steps[-1])
+    return JsonShape(containers, keys, commas + containers, quotes // 2, deepest)
+
+
+def _parts(body: bytes) -> Iterator[np.ndarray]:
+    """Yield ``body`` in parts, with escapes masked: an escaped quote does not end a string."""
+    start = 0
+    while start < len(body):
+        part = body[start : start + _STEP_BYTES]
+        num_slashes = len(part) - len(part.rstrip(b"\\"))
+        if num_slashes % 2:
+            part = body[start : start + len(part) + 1]
+        start += len(part)
+        if b"\\" in part:
+            part = part.replace(b"\\\\", b"__").replace(b'\\"', b"__")
+        yield np.frombuffer(part, np.uint8)

@@ -7,6 +7,7 @@ grammar. The process ends when FD closes.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
 import resource
@@ -14,17 +15,31 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from banaserve.frontdoor.bodies.grammars import GrammarSpec
-
+Kind = Literal["json", "regex", "choice", "grammar", "structural_tag"]
 STARTED = b"+"
 """First byte of an answer: the fork has succeeded."""
 _NICE = 5
 _WALL_S = 120
 _PROBE_VOCABULARY = ("a", "b", "<end>")
+
+
+class GrammarSpec(msgspec.Struct, frozen=True):
+    """A grammar as the request contains it.
+
+    Attributes:
+        text: JSON of a schema, of choices or of a structural tag; else the grammar's own text.
+    """
+
+    kind: Kind
+    text: str
+
+    @property
+    def digest(self) -> bytes:
+        return hashlib.sha256(f"{self.kind}\0{self.text}".encode()).digest()
 
 
 class GrammarLimits(msgspec.Struct, frozen=True):

@@ -10,8 +10,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from banaserve.frontdoor.edge.edge import TOO_MANY_ANSWER, Edge
-from banaserve.frontdoor.edge.place import EdgePlace, offer_mark
+from banaserve.frontdoor.edge.edge import TOO_MANY_ANSWER, Edge, EdgePlace, offer_mark
 from banaserve.frontdoor.edge.refusals import closing_answer, note
 
 _CHUNK_LINES_BYTES = 64

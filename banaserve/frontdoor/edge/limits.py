@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from banaserve.base.config import ServeConfig
-from banaserve.base.net.descriptors import connections_within
+from banaserve.base.net.sockets import connections_within
 
 _RESERVED_DESCRIPTORS = 512
 """File descriptors reserved for engines, store and logs."""

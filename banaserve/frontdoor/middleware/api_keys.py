@@ -13,15 +13,16 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from banaserve.base.access.cache_salt import tenant
-from banaserve.base.access.quotas import OverLimit, Quota
 from banaserve.base.access.tenants import (
     TENANT_FIELD,
+    OverLimit,
+    Quota,
     TenantKey,
     TenantTerms,
     is_tenant_name,
     tenant_terms,
 )
-from banaserve.frontdoor.edge.place import mark_authenticated
+from banaserve.frontdoor.edge.edge import mark_authenticated
 from banaserve.frontdoor.edge.refusals import note, refuse
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version", "/metrics"})

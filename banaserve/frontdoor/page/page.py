@@ -57,6 +57,12 @@ def page_files() -> dict[str, PageFile]:
     return found
 
 
+def json_response(body: bytes) -> Response:
+    """Return JSON that no cache keeps."""
+    headers = {**SECURITY_HEADERS, "Cache-Control": "no-store"}
+    return Response(body, 200, headers, "application/json")
+
+
 class PageMiddleware:
     """Middleware that answers ``/ui``, redirects ``/`` to it, and passes on all other requests."""
 
@@ -81,8 +87,7 @@ class PageMiddleware:
             return RedirectResponse(f"{PREFIX.removeprefix('/')}/", 307, SECURITY_HEADERS)
         name = path.removeprefix("/") or "index.html"
         if name == "page.json":
-            headers = {**SECURITY_HEADERS, "Cache-Control": "no-store"}
-            return Response(self._info, 200, headers, "application/json")
+            return json_response(self._info)
         file = page_files().get(name)
         if file is None:
             return Response("there is no such file\n", 404, SECURITY_HEADERS, "text/plain")

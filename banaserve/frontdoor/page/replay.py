@@ -1,14 +1,22 @@
-"""Decision log as a sequence of moments that the page can show. Pure."""
+"""Decision log as a sequence of moments, and the page that shows them on this machine only."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+from starlette.applications import Starlette
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from banaserve.base.errors import UserError
+from banaserve.base.records import unpacked
 from banaserve.contracts.control_api import (
     DECISION_LOG_VERSION,
     ControllerState,
@@ -19,21 +27,27 @@ from banaserve.contracts.control_api import (
     StepRecord,
     WantedStep,
 )
-from banaserve.frontdoor.page.figures import figures_of
+from banaserve.frontdoor.page.page import SECURITY_HEADERS, PageMiddleware, json_response
 from banaserve.frontdoor.page.records import (
     Figures,
     InstancePanel,
     ModulesAway,
     MoveProgress,
+    PageInfo,
     PageSnapshot,
     ShownLayers,
 )
+from banaserve.frontdoor.page.snapshot import figures_of
 
 _MAX_LAYERS, _MAX_INSTANCES = 4096, 4096
 """Limits beyond any model or cluster: a page could not draw the counts of a broken log."""
 _SETTLED_S = 5.0
 """Time from a step's end until its outcome is in the log, in seconds."""
 _DECISIONS_SHOWN, _ENDED_SHOWN = 40, 8
+_HOSTS = ["127.0.0.1", "localhost", "[::1]"]
+"""Accepted host names: a site whose name resolves to this machine must not read the log."""
+_RUNNING = "running"
+_SAME = {*Numbers.__struct_fields__} & {*InstanceStatus.__struct_fields__}
 
 
 class _Version(msgspec.Struct):
@@ -153,7 +167,7 @@ class Replay:
 
     @property
     def time(self) -> str:
-        """Return a description of modelled time; empty in real time."""
+        """Description of modelled time; empty in real time."""
         return self._records[-1].time
 
     def index(self) -> ReplayIndex:
@@ -177,13 +191,13 @@ class Replay:
         shown = [_as_of(one, at_s) for one in known[-_DECISIONS_SHOWN:]]
         record = self._records[last]
         snapshot = PageSnapshot(
-            at_s=at_s,
-            num_layers=record.num_layers,
-            num_kv_heads=record.num_kv_heads,
-            controller=_controller(record, len(known)),
-            instances=_panels(record),
-            moves=_moves(known, at_s),
-            figures=self._figures[last],
+            at_s,
+            record.num_layers,
+            record.num_kv_heads,
+            _controller(record, len(known)),
+            _panels(record),
+            _moves(known, at_s),
+            self._figures[last],
         )
         return ReplayMoment(frame, snapshot, shown)
 
@@ -216,9 +230,8 @@ def _as_of(record: DecisionRecord, at_s: float) -> DecisionRecord:
 
 
 def _controller(record: DecisionRecord, num_decisions: int) -> ControllerStatus:
-    is_paused = record.mode == "paused"
     return ControllerStatus(
-        state=ControllerState.PAUSED if is_paused else ControllerState.RUNNING,
+        state=ControllerState("paused" if record.mode == "paused" else "running"),
         mode=record.mode,
         policy=record.policy,
         interval_s=0.0,
@@ -237,52 +250,34 @@ def _statuses(record: DecisionRecord) -> list[InstanceStatus]:
             module, _, at = words.rpartition(" at ")
             guests.setdefault(at, []).append(f"{module} of {host}")
     return [
-        _status(name, seen, guests.get(name, []), record.left_out.get(name, ""))
+        InstanceStatus(
+            id=name,
+            state="ready",
+            inflight_requests=seen.num_running + seen.num_waiting,
+            kv_blocks=seen.num_kv_blocks,
+            guests=guests.get(name, []),
+            left_out=record.left_out.get(name, ""),
+            **{field: getattr(seen, field) for field in _SAME},
+        )
         for name, seen in record.instances.items()
     ]
 
 
-def _status(name: str, seen: Numbers, guests: list[str], left_out: str) -> InstanceStatus:
-    return InstanceStatus(
-        id=name,
-        role=seen.role,
-        state="ready",
-        inflight_requests=seen.num_running + seen.num_waiting,
-        inflight_prefill_tokens=seen.inflight_prefill_tokens,
-        compute=seen.compute,
-        memory=seen.memory,
-        num_running=seen.num_running,
-        num_waiting=seen.num_waiting,
-        step_s=seen.step_s,
-        step_tokens=seen.step_tokens,
-        age_s=seen.age_s,
-        kv_blocks=seen.num_kv_blocks,
-        guest_bytes=seen.guest_bytes,
-        away=seen.away,
-        guests=guests,
-        left_out=left_out,
-        gpu_busy_fraction=seen.gpu_busy_fraction,
-    )
-
-
 def _panels(record: DecisionRecord) -> list[InstancePanel]:
-    return [
-        InstancePanel(
-            one,
-            [
-                ModulesAway(
-                    "heads" if placed.heads else "layers",
-                    placed.at,
-                    words.rpartition(" at ")[0],
-                    [ShownLayers(placed.first_layer, placed.end_layer, placed.heads)],
-                )
-                for placed, words in zip(
-                    record.instances[one.id].placements, record.instances[one.id].away, strict=False
-                )
-            ],
-        )
-        for one in _statuses(record)
-    ]
+    panels = []
+    for one in _statuses(record):
+        seen = record.instances[one.id]
+        away = [
+            ModulesAway(
+                "heads" if placed.heads else "layers",
+                placed.at,
+                words.rpartition(" at ")[0],
+                [ShownLayers(placed.first_layer, placed.end_layer, placed.heads)],
+            )
+            for placed, words in zip(seen.placements, seen.away, strict=False)
+        ]
+        panels.append(InstancePanel(one, away))
+    return panels
 
 
 def _figures(record: DecisionRecord) -> Figures:
@@ -293,42 +288,75 @@ def _figures(record: DecisionRecord) -> Figures:
 
 def _moves(records: Sequence[DecisionRecord], at_s: float) -> list[MoveProgress]:
     """Return the steps under way at ``at_s``, then the last ended steps."""
-    under_way, ended = [], []
-    for record in records:
-        for number, step in enumerate(record.steps):
-            if step.held:
-                continue
-            result = step.result
-            if result is None or result.ended_at_s > at_s:
-                seconds = at_s - record.at_s
-                under_way.append(_progress(record, number, step, None, seconds))
-            else:
-                ended.append(_progress(record, number, step, result, result.seconds))
-    return [*under_way, *ended[-_ENDED_SHOWN:]]
+    moves = [
+        _progress(f"#{record.number}.{number}", record.at_s, step, at_s)
+        for record in records
+        for number, step in enumerate(record.steps, start=1)
+        if not step.held
+    ]
+    under_way = [one for one in moves if one.state == _RUNNING]
+    return [*under_way, *[one for one in moves if one.state != _RUNNING][-_ENDED_SHOWN:]]
 
 
-def _progress(
-    record: DecisionRecord,
-    number: int,
-    step: WantedStep,
-    result: StepRecord | None,
-    seconds: float,
-) -> MoveProgress:
-    move = step.move
+def _progress(name: str, began_s: float, step: WantedStep, at_s: float) -> MoveProgress:
+    move, result = step.move, step.result
+    source = target = ""
     spans = []
     if move is not None:
+        source, target = move.source, move.target if move.target != move.source else ""
         spans.append(ShownLayers(move.first_layer, move.end_layer, move.heads))
-    return MoveProgress(
-        id=f"#{record.number}.{number + 1}",
+    known = MoveProgress(
+        id=name,
         kind=step.kind if move is not None else "other",
-        state="running" if result is None else result.ending,
+        state=_RUNNING,
         what=step.what,
-        source=move.source if move is not None else "",
-        target=move.target if move is not None and move.target != move.source else "",
-        phase=f"predicted {step.cost_s:.2g} s" if result is None else "",
-        seconds=seconds,
-        num_bytes=result.num_bytes if result is not None else 0,
-        stall_s=result.stall_s if result is not None else 0.0,
-        error=result.reason if result is not None else "",
+        source=source,
+        target=target,
+        phase=f"predicted {step.cost_s:.2g} s",
+        seconds=at_s - began_s,
         spans=spans,
     )
+    if result is None or result.ended_at_s > at_s:
+        return known
+    return msgspec.structs.replace(
+        known,
+        state=result.ending,
+        phase="",
+        seconds=result.seconds,
+        num_bytes=result.num_bytes,
+        stall_s=result.stall_s,
+        error=result.reason,
+    )
+
+
+def read_replay(path: Path) -> Replay:
+    """Return the moments of a decision log, which may be compressed with zstd.
+
+    Raises:
+        UserError: The file cannot be read, or is no decision log.
+    """
+    lines = unpacked(path).split(b"\n")
+    # A last line without a line end is still being written, or its writer was killed.
+    return Replay(read_decisions(lines[:-1] if len(lines) > 1 else lines, str(path)))
+
+
+def replay_app(replay: Replay, title: str) -> ASGIApp:
+    """Return an application with the page, and the moments of ``replay`` under ``/replay``."""
+    index = msgspec.json.encode(replay.index())
+
+    async def answer_index(_: Request) -> Response:
+        return json_response(index)
+
+    async def answer_moment(request: Request) -> Response:
+        given = request.query_params.get("frame", "")
+        is_number = given.isascii() and given.isdigit() and len(given) < 10
+        if not is_number or int(given) >= replay.num_frames:
+            return Response("there is no such moment\n", 404, SECURITY_HEADERS, "text/plain")
+        return json_response(msgspec.json.encode(replay.moment(int(given))))
+
+    routes = [
+        Route("/replay/index.json", answer_index),
+        Route("/replay/moment.json", answer_moment),
+    ]
+    page = PageMiddleware(Starlette(routes=routes), PageInfo("replay", title, replay.time))
+    return TrustedHostMiddleware(page, _HOSTS)

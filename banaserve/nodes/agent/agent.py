@@ -19,7 +19,7 @@ from banaserve.base.run_dir import RunDir
 from banaserve.nodes.agent.session import NodeSession
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import CONNECT_S, NodeLink, NodeLostError, accepted
-from banaserve.nodes.measuring.link_measuring import echo, measure_link
+from banaserve.nodes.measuring import echo, measure_link
 from banaserve.nodes.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,

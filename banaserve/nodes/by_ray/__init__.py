@@ -1,5 +1,5 @@
 """Agents of nodes started by Ray.
 
 Entries: ``places`` in the server's process, ``driver.RayAgents`` in a process beside it,
-``actor.AgentActor`` in Ray's actors.
+``places.AgentActor`` in Ray's actors.
 """

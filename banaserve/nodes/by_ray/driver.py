@@ -139,7 +139,7 @@ class RayAgents:
     def _actor(self, agent: _Agent) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        from banaserve.nodes.by_ray.actor import AgentActor
+        from banaserve.nodes.by_ray.places import AgentActor
 
         made = self._ray.remote(AgentActor).options(
             num_cpus=agent.bundle["CPU"],

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from banaserve.base.errors import ProtocolError
-from banaserve.base.net.addresses import written
 from banaserve.base.net.loop_watch import wait_first
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import PATIENT_S, SILENT_S, NodeLink, NodeLostError, connect
@@ -79,7 +78,7 @@ class NodeClient:
     @property
     def name(self) -> str:
         """Return the display name of the node, ``HOST:PORT``."""
-        return written(self.place.host, self.place.port)
+        return self.place.name
 
     async def open(self) -> SessionOpened:
         """Take the node.

@@ -19,7 +19,7 @@ from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.peers.options import PeerOptions
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import NodeLostError
-from banaserve.nodes.measuring.survey import inspected
+from banaserve.nodes.measuring import inspected
 from banaserve.nodes.messages import Inspect, NodeStore, PrepareNode, own_version
 from banaserve.nodes.model_check import model_digest
 from banaserve.nodes.places import AgentPlace, NumberedPlace, Places

@@ -17,8 +17,7 @@ from pathlib import Path
 import msgspec
 
 from banaserve.base.errors import BanaServeError
-from banaserve.base.platform.processes import die_with_parent, show_life
-from banaserve.base.platform.spawning import spawn_module
+from banaserve.base.platform.processes import die_with_parent, show_life, spawn_module
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import NodeLink, NodeLostError, connect
 from banaserve.nodes.messages import (

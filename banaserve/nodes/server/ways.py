@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from banaserve.base.types import Distance
 from banaserve.nodes.credentials import ClusterCredentials
-from banaserve.nodes.measuring.survey import measured_from
+from banaserve.nodes.measuring import measured_from
 from banaserve.nodes.server.client import NodeClient
 from banaserve.serving.monitoring import metrics
 

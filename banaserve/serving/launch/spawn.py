@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from banaserve.base.platform.spawning import spawn_module
+from banaserve.base.platform.processes import spawn_module
 from banaserve.serving.launch.messages import Launch
 
 _MODULE = "banaserve.mains.spawned"

@@ -11,12 +11,12 @@ from time import monotonic
 
 from msgspec import structs
 
-from banaserve.base.access.quotas import OverLimit
+from banaserve.base.access.tenants import OverLimit
 from banaserve.base.errors import UserError
 from banaserve.base.net.connections import ConnectionTable, Evictable
-from banaserve.base.net.descriptors import connections_within
 from banaserve.base.net.loop_watch import LoopWatch
 from banaserve.base.net.refusal_log import RefusalLog
+from banaserve.base.net.sockets import connections_within
 from banaserve.base.net.tls import Certificates
 from banaserve.base.types import RequestId
 from banaserve.kvstore.sizes import parse_size

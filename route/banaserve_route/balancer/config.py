@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from banaserve.base.access.quotas import KeyLimits
+from banaserve.base.access.tenants import KeyLimits
 from banaserve.base.config import is_loopback
 from banaserve.base.errors import UserError
 from banaserve.base.names import check_known

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import uvloop
 
-from banaserve.base.net.keep_alive import keep_alive
-from banaserve.base.net.tls import Certificates
-from banaserve.base.net.tls_listener import ClientListener, TlsListener
+from banaserve.base.net.sockets import keep_alive
+from banaserve.base.net.tls import Certificates, ClientListener, TlsListener
 from banaserve_route.balancer.balancer import TICK_S, Balancer
 from banaserve_route.balancer.config_file import follow
 from banaserve_route.balancer.http.client_connection import ClientConnection

@@ -6,8 +6,14 @@ import hashlib
 from collections.abc import Callable
 from time import monotonic
 
-from banaserve.base.access.quotas import KeyLimits, OverLimit, Quota
-from banaserve.base.access.tenants import TENANT_FIELD, is_tenant_name, tenant_name
+from banaserve.base.access.tenants import (
+    TENANT_FIELD,
+    KeyLimits,
+    OverLimit,
+    Quota,
+    is_tenant_name,
+    tenant_name,
+)
 from banaserve_route.balancer.config import BalancerSettings
 from banaserve_route.balancer.http.request import ClientRequest
 

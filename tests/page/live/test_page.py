@@ -16,7 +16,7 @@ from banaserve.base.run_dir import admin_note, find_admin
 from banaserve.contracts.migration_api import MoveLayers, Return
 from banaserve.frontdoor.admin_client import AdminClient
 from browsing import Browser, browser, check_accessible, keep, keep_for_readme
-from docs.repository.dashboard_queries import asked_series
+from docs.repository.dashboard import asked_series
 from server_run import DEADLINE_S, Run
 
 pytestmark = pytest.mark.e2e

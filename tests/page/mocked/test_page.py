@@ -14,7 +14,7 @@ import pytest
 from banaserve.base.run_dir import admin_note
 from banaserve.cli.main import main
 from browsing import Browser, browser, check_accessible
-from docs.repository.dashboard_queries import asked_series
+from docs.repository.dashboard import asked_series
 from mock_facts import MockOptions
 from mock_run import MockRun
 
@@ -158,7 +158,7 @@ def test_the_key_is_in_no_log(answered, server):
 
 
 def test_what_the_server_decided_is_replayed(answered, decision_log, page):
-    from banaserve.frontdoor.page.replay_app import read_replay
+    from banaserve.frontdoor.page.replay import read_replay
 
     assert page.locator("#feed > li").count() >= 1
     replay = read_replay(decision_log)

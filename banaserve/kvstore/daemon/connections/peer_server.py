@@ -11,9 +11,8 @@ from contextlib import closing
 
 from banaserve.base.errors import BanaServeError, ProtocolError, UserError
 from banaserve.base.fail_points import FailPoint, reach
-from banaserve.base.net.descriptors import connections_within
-from banaserve.base.net.keep_alive import keep_alive
 from banaserve.base.net.refusal_log import RefusalLog
+from banaserve.base.net.sockets import connections_within, keep_alive
 from banaserve.kvstore.daemon.pool_access import PoolAccess
 from banaserve.kvstore.daemon.pushes.receiving import Reception
 from banaserve.kvstore.peers.messages import (

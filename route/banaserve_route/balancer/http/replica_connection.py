@@ -8,7 +8,7 @@ from time import monotonic
 from typing import Protocol, cast
 
 from banaserve.base.errors import ProtocolError
-from banaserve.base.net.keep_alive import watch_server
+from banaserve.base.net.sockets import watch_server
 from banaserve.base.net.tls import Certificates
 from banaserve_route.balancer.config import Endpoint
 from banaserve_route.balancer.http.response import (

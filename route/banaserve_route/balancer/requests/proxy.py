@@ -8,7 +8,7 @@ from collections.abc import Callable
 from time import monotonic
 
 from banaserve.base.errors import PolicyError
-from banaserve.base.net.descriptors import is_own_fault
+from banaserve.base.net.sockets import is_own_fault
 from banaserve_route.balancer.http import replies
 from banaserve_route.balancer.http.client_connection import ClientConnection
 from banaserve_route.balancer.http.replica_connection import ReplicaConnection, Sink

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from time import monotonic
 from typing import NamedTuple
 
-from banaserve.base.net.descriptors import is_own_fault
+from banaserve.base.net.sockets import is_own_fault
 from banaserve_route.balancer.config import HealthSettings
 from banaserve_route.balancer.http.replica_connection import ConnectionPool, ReplicaConnection
 from banaserve_route.balancer.http.response import ResponseHead

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 
 from banaserve.base.errors import UserError
-from banaserve.base.net.descriptors import is_own_fault
+from banaserve.base.net.sockets import is_own_fault
 from banaserve_route.balancer.config import (
     MAX_NAME_CHARS,
     MAX_TOLD_REPLICAS,

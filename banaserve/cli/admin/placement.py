@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from banaserve.cli.admin.options import JsonOptions
-from banaserve.cli.admin.views.node_tables import node_rows, with_nodes
+from banaserve.cli.admin.status import node_rows, with_nodes
 from banaserve.cli.app import App
 from banaserve.cli.terminal.console import print_json, print_rows
 from banaserve.contracts.migration_api import (

@@ -1,21 +1,54 @@
-"""``banaserve status``: instances, loads, placements, moves and the orchestrator on one screen."""
+"""Nodes in tables: a column in the table of instances, and a separate table."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from banaserve.base.arguments import Rule, option
 from banaserve.cli.admin.options import JsonOptions
-from banaserve.cli.admin.views.node_tables import node_rows, with_nodes
 from banaserve.cli.app import App
 from banaserve.cli.terminal.console import Columns, make_table, print_json, print_rows, rows_of
 from banaserve.contracts.control_api import ControllerStatus, InstanceStatus, MoveLine, ServerStatus
+from banaserve.contracts.instances import NodeStatus
 from banaserve.kvstore.sizes import format_size
 
 if TYPE_CHECKING:
     from rich.console import Group
+
+
+_NODE_COLUMNS: Columns[NodeStatus] = {
+    "NODE": lambda one: one.name,
+    "STATE": lambda one: one.state,
+    "INSTANCES": lambda one: ", ".join(one.instances) or "-",
+    "ROOM FOR": lambda one: str(max(0, one.num_free)),
+    "GPUS": lambda one: str(one.num_gpus or "-"),
+    "MEMORY": lambda one: format_size(one.memory_bytes),
+    "PROBLEM": lambda one: one.problem or "-",
+}
+
+
+def with_nodes(rows: Sequence[tuple[str, ...]], nodes: Sequence[str]) -> list[tuple[str, ...]]:
+    """Insert the node of each instance after its id, if any instance has a node.
+
+    Args:
+        rows: Heading, and rows that begin with an instance's id or an empty cell.
+        nodes: Node of each row except the heading.
+    """
+    if not any(nodes):
+        return list(rows)
+    return [
+        (row[0], node if row[0] else "", *row[1:])
+        for row, node in zip(rows, ("NODE", *nodes), strict=True)
+    ]
+
+
+def node_rows(nodes: Sequence[NodeStatus]) -> list[tuple[str, ...]]:
+    """Return a heading, and a row for each node."""
+    return rows_of(_NODE_COLUMNS, nodes)
+
 
 _COLUMNS: Columns[InstanceStatus] = {
     "INSTANCE": lambda one: one.id,
@@ -33,22 +66,12 @@ _COLUMNS: Columns[InstanceStatus] = {
     "REPORT": lambda one: "-" if one.age_s is None else f"{one.age_s:.1f} s",
     "PLACEMENT": lambda one: _placement(one),
 }
+_YELLOW = ("draining", "drained", "restarting", "going back", "aborted", "timed out", "leaving")
 STYLES = {
-    "ready": "green",
-    "down": "red",
-    "away": "red",
-    "draining": "yellow",
-    "drained": "yellow",
-    "restarting": "yellow",
-    "going back": "yellow",
-    "done": "green",
-    "failed": "red",
-    "aborted": "yellow",
-    "timed out": "yellow",
-    "running": "cyan",
-    "starting": "cyan",
-    "joining": "cyan",
-    "leaving": "yellow",
+    **dict.fromkeys(("ready", "done"), "green"),
+    **dict.fromkeys(("down", "away", "failed"), "red"),
+    **dict.fromkeys(_YELLOW, "yellow"),
+    **dict.fromkeys(("running", "starting", "joining"), "cyan"),
     **dict.fromkeys(_COLUMNS, "bold"),
 }
 
@@ -63,51 +86,48 @@ def status(
     ),
 ) -> None:
     """Show a running server on one screen."""
-    client, as_json = asked.client(), asked.as_json
-    if not watch:
-        _print(client.status(), as_json)
-    elif as_json or not sys.stdout.isatty():
+    client = asked.client()
+    if not watch or asked.as_json or not sys.stdout.isatty():
         while True:
-            _print(client.status(), as_json)
+            _print(client.status(), asked.as_json)
+            if not watch:
+                return
             sys.stdout.flush()
             time.sleep(every_s)
-    else:
-        from rich.live import Live
+    from rich.live import Live
 
-        with Live(_screen(client.status()), screen=True, auto_refresh=False) as live:
-            while True:
-                time.sleep(every_s)
-                live.update(_screen(client.status()), refresh=True)
+    with Live(_screen(client.status()), screen=True, auto_refresh=False) as live:
+        while True:
+            time.sleep(every_s)
+            live.update(_screen(client.status()), refresh=True)
 
 
 def _print(found: ServerStatus, as_json: bool) -> None:
     if as_json:
         print_json(found, None)
         return
-    print(controller_line(found.controller))
-    print(routing_line(found))
-    if found.back_pressure:
-        print(found.back_pressure)
-    print_rows(instance_rows(found), STYLES)
-    if found.nodes:
-        print_rows(node_rows(found.nodes), STYLES)
-    if found.moves:
-        print_rows(move_rows(found.moves), STYLES)
+    lines, tables = _parts(found)
+    print("\n".join(lines))
+    for rows in tables:
+        print_rows(rows, STYLES)
 
 
 def _screen(found: ServerStatus) -> Group:
     from rich.console import Group
     from rich.text import Text
 
-    return Group(
-        Text(controller_line(found.controller)),
-        Text(routing_line(found)),
-        Text(found.back_pressure),
-        make_table(instance_rows(found), STYLES),
-        Text(),
-        make_table(node_rows(found.nodes) if found.nodes else [], STYLES),
-        make_table(move_rows(found.moves), STYLES),
-    )
+    lines, tables = _parts(found)
+    return Group(*map(Text, lines), Text(), *(make_table(rows, STYLES) for rows in tables))
+
+
+def _parts(found: ServerStatus) -> tuple[list[str], list[list[tuple[str, ...]]]]:
+    """Return the lines, and the tables below them, that are not empty."""
+    package = f" of {found.routing_package}" if found.routing_package else ""
+    routing = f"routing {found.routing_policy}{package}"
+    lines = [controller_line(found.controller), routing, found.back_pressure]
+    nodes = node_rows(found.nodes) if found.nodes else []
+    tables = [instance_rows(found), nodes, move_rows(found.moves)]
+    return [one for one in lines if one], [one for one in tables if one]
 
 
 def controller_line(found: ControllerStatus) -> str:
@@ -121,12 +141,6 @@ def controller_line(found: ControllerStatus) -> str:
     if found.error:
         line += f"; failed {found.num_restarts} times, last: {found.error}"
     return line
-
-
-def routing_line(found: ServerStatus) -> str:
-    """Return the routing policy in one line."""
-    package = f" of {found.routing_package}" if found.routing_package else ""
-    return f"routing {found.routing_policy}{package}"
 
 
 def instance_rows(found: ServerStatus) -> list[tuple[str, ...]]:

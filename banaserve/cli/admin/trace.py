@@ -6,13 +6,12 @@ The output shows first the spans of the request's time, then every event.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from banaserve.base.arguments import AT_LEAST_1, argument, option
 from banaserve.cli.admin.options import JsonOptions
-from banaserve.cli.admin.views.trace_spans import HEADING, span_rows
 from banaserve.cli.app import App
 from banaserve.cli.terminal.console import Columns, print_rows, rows_of
 from banaserve.contracts.trace_events import (
@@ -37,6 +36,7 @@ from banaserve.contracts.trace_events import (
     Routed,
     StepsPlanned,
     StoreAsked,
+    TraceSpan,
 )
 
 _COLUMNS: Columns[RequestSummary] = {
@@ -50,11 +50,15 @@ _COLUMNS: Columns[RequestSummary] = {
     "END": lambda one: one.end or "under way",
 }
 _HEADING = ("MS", "PROCESS", "EVENT")
+_SPAN_HEADING = ("PART", "FROM", "MS", "PROCESS", "TIMELINE", "ABOUT")
+_BAR_COLUMNS = 32
+_TOLD_MS = 0.05
+"""Minimum length of a span without child spans, in milliseconds; shorter ones are left out."""
 STYLES = {
     "error": "red",
     "closed": "yellow",
     "under way": "cyan",
-    **dict.fromkeys((*_COLUMNS, *_HEADING, *HEADING), "bold"),
+    **dict.fromkeys((*_COLUMNS, *_HEADING, *_SPAN_HEADING), "bold"),
 }
 
 
@@ -240,6 +244,60 @@ def _at(one: RequestSummary) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.1f}"
+
+
+def span_rows(spans: Sequence[TraceSpan]) -> list[tuple[str, ...]]:
+    """Return a heading, and a row for each span, below its parent; no rows without spans.
+
+    Bars are on one scale, from the beginning of the first span to the end of the last.
+    """
+    if not spans:
+        return []
+    first_s = min(one.start_s for one in spans)
+    took_s = max(one.end_s for one in spans) - first_s
+    rows: list[tuple[str, ...]] = [_SPAN_HEADING]
+    for index, depth in _in_order(spans):
+        one = spans[index]
+        has_parts = any(other.parent == index for other in spans)
+        if 1e3 * one.took_s < _TOLD_MS and not has_parts and not one.error:
+            continue
+        rows.append(
+            (
+                "  " * depth + one.name,
+                f"{1e3 * one.start_s:.1f}",
+                f"{1e3 * one.took_s:.1f}",
+                one.process,
+                _bar(one.start_s - first_s, one.end_s - first_s, took_s),
+                ", ".join(_about(one)),
+            )
+        )
+    return rows
+
+
+def _in_order(
+    spans: Sequence[TraceSpan], parent: int = -1, depth: int = 0
+) -> Iterator[tuple[int, int]]:
+    """Yield index and depth of spans by their beginning, each followed by its child spans."""
+    own = [index for index, one in enumerate(spans) if one.parent == parent]
+    for index in sorted(own, key=lambda index: spans[index].start_s):
+        yield index, depth
+        yield from _in_order(spans, index, depth + 1)
+
+
+def _bar(start_s: float, end_s: float, took_s: float) -> str:
+    if took_s <= 0:
+        return ""
+    first = min(_BAR_COLUMNS - 1, round(_BAR_COLUMNS * start_s / took_s))
+    last = max(first + 1, round(_BAR_COLUMNS * end_s / took_s))
+    return " " * first + "█" * (last - first)
+
+
+def _about(one: TraceSpan) -> list[str]:
+    words = [
+        f"{name.replace('_', ' ')} {round(value, 1) if isinstance(value, float) else value}"
+        for name, value in one.attributes.items()
+    ]
+    return [one.error, *words] if one.error else words
 
 
 app = App(trace)
