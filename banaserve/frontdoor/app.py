@@ -48,7 +48,7 @@ from banaserve.frontdoor.middleware.api_keys import KeyMiddleware
 from banaserve.frontdoor.middleware.call_times import CallTimes
 from banaserve.frontdoor.middleware.latency_limits import RequestLimitsReader
 from banaserve.serving.client import DisaggregatedClient
-from banaserve.serving.cluster import Cluster
+from banaserve.serving.instances.cluster import Cluster
 from banaserve.serving.requests.suspects import EnginesDiedError
 
 _MAX_HELD_BYTES = 2**30

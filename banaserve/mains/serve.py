@@ -66,27 +66,25 @@ from banaserve.orchestrator.planner.loop.decision_log import DecisionLog
 from banaserve.orchestrator.planner.loop.loop import Controller, ControllerOptions
 from banaserve.orchestrator.planner.loop.time_scaling import dilated, stretched
 from banaserve.serving.client import DisaggregatedClient
-from banaserve.serving.cluster import Cluster
-from banaserve.serving.executor import MoveExecutor
-from banaserve.serving.instance import Instance
-from banaserve.serving.launch.budgets import Budgets
-from banaserve.serving.launch.engine_settings import EngineSettings, RoleEngine
+from banaserve.serving.instances.cluster import Cluster
+from banaserve.serving.instances.factory import InstanceFactory
+from banaserve.serving.instances.instance import Instance
+from banaserve.serving.instances.probe import ClusterTimeouts
+from banaserve.serving.launch.engine_settings import Budgets, EngineSettings, RoleEngine
 from banaserve.serving.launch.launcher import Launcher
-from banaserve.serving.liveness.timeouts import ClusterTimeouts
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.moves.coordinator import Coordinator
 from banaserve.serving.moves.guest_monitor import live_migration
+from banaserve.serving.operations.admission import Admission
+from banaserve.serving.operations.autoscaler import Autoscaler
+from banaserve.serving.operations.executor import MoveExecutor
+from banaserve.serving.operations.node_changes import NodeChanges
+from banaserve.serving.operations.roles import Drains, Roles
+from banaserve.serving.operations.rolling_restart import Make, RollingRestarts
+from banaserve.serving.operations.scaler import Scaler
 from banaserve.serving.requests.prefix_lookup import PrefixLookup
 from banaserve.serving.requests.rebalancer import Rebalancer
 from banaserve.serving.requests.router import Router
-from banaserve.serving.restart.admission import Admission
-from banaserve.serving.restart.rolling import Make, RollingRestarts
-from banaserve.serving.roles.drain import Drains
-from banaserve.serving.roles.role_switch import Roles
-from banaserve.serving.scaling.autoscaler import Autoscaler
-from banaserve.serving.scaling.factory import InstanceFactory
-from banaserve.serving.scaling.node_changes import NodeChanges
-from banaserve.serving.scaling.scaler import Scaler
 from banaserve.serving.tracing.trace_collection import TraceCollector
 
 Say = Callable[[str], None]

@@ -44,19 +44,22 @@ from banaserve.engine.compat.requests import (
     RequestOutput,
     SamplingParams,
 )
-from banaserve.serving.cluster import Cluster
+from banaserve.serving.instances.cluster import Cluster
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.requests.disagg_request import DEAD, out_of_time, run_request
-from banaserve.serving.requests.intake import Blockers, take_client_args, take_in
-from banaserve.serving.requests.leg_output import next_output
-from banaserve.serving.requests.lora import Adapters
+from banaserve.serving.requests.intake import (
+    Adapters,
+    Blockers,
+    SessionTokens,
+    take_client_args,
+    take_in,
+)
+from banaserve.serving.requests.legs import next_output
 from banaserve.serving.requests.request_context import RequestContext
 from banaserve.serving.requests.router import Router
 from banaserve.serving.requests.sequences import run_sequences, sequences_of
-from banaserve.serving.requests.session_tokens import SessionTokens
 from banaserve.serving.requests.suspects import MAX_DEATHS, given_up
-from banaserve.serving.tracing.http_call import HttpCall, http_call
-from banaserve.serving.tracing.request_log import RequestLog
+from banaserve.serving.tracing.request_log import HttpCall, RequestLog, http_call
 
 if TYPE_CHECKING:  # OpenTelemetry is imported only if it is used
     from banaserve.serving.tracing.otlp import OtlpTracer

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import NamedTuple
 
-from banaserve.serving.moves.guest_sharing import predicted_slow_down
+from banaserve.serving.moves.placement import predicted_slow_down
 from benchmarks.drivers.driven_engine import DrivenEngine
 
 Prompts = list[list[int]]

@@ -43,8 +43,7 @@ from banaserve.contracts.trace_events import (
 from banaserve.engine.compat import engine as compat
 from banaserve.engine.connector.metadata import StepResult
 from banaserve.engine.connector.scheduler_side.request_notes import ConnectorNotes
-from banaserve.serving.tracing.http_call import HttpCall
-from banaserve.serving.tracing.request_log import RequestLog, RequestNotes, SeenRoute
+from banaserve.serving.tracing.request_log import HttpCall, RequestLog, RequestNotes, SeenRoute
 from banaserve.serving.tracing.trace_collection import TraceCollector
 
 

@@ -10,10 +10,10 @@ import torch
 import migration_doubles as doubles
 from banaserve.base.clock import WallClock
 from banaserve.base.types import InstanceId, InstanceReport, InstanceView, Role
-from banaserve.serving.executor import MoveExecutor
+from banaserve.serving.instances.service_state import ServiceState
 from banaserve.serving.moves.guest_monitor import GuestMonitor
-from banaserve.serving.roles.role_switch import Roles
-from banaserve.serving.service_state import ServiceState
+from banaserve.serving.operations.executor import MoveExecutor
+from banaserve.serving.operations.roles import Roles
 
 FACTS = doubles.FACTS
 CONFIG = SimpleNamespace(

@@ -15,14 +15,22 @@ from banaserve.contracts.move_phase import ModelGeometry
 from banaserve.migration.units.heads import HeadSet
 from banaserve.migration.units.layers import LayerRange
 from banaserve.migration.worker_api import KvStatus
-from banaserve.serving.moves.move_plan import RemoteUnit, UnitMove, plan_move, plan_return
+from banaserve.serving.moves.move_plan import (
+    MAX_TIMEOUT_S,
+    MoveStage,
+    RemoteUnit,
+    UnitMove,
+    copies_again,
+    plan_move,
+    plan_return,
+    timeout_s,
+)
 from banaserve.serving.moves.sizes import (
     GUEST_BYTES,
     ModelFacts,
     _checkpoint_layer_bytes,
     check_room,
 )
-from banaserve.serving.moves.timeouts import MAX_TIMEOUT_S, MoveStage, copies_again, timeout_s
 
 SHAPE = ModelGeometry(30, 3)
 LAYERS = LayerRange

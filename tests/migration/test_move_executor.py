@@ -35,8 +35,8 @@ from banaserve.migration.units.layers import LayerRange
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.model.learnt_time import EASED_AFTER_S
 from banaserve.orchestrator.control.move_policies.options import RepairedOptions
-from banaserve.serving import executor as executors
-from banaserve.serving.executor import ask_of, instance_facts, with_device
+from banaserve.serving.operations import executor as executors
+from banaserve.serving.operations.executor import ask_of, instance_facts, with_device
 from depth import seeds
 from waiting import until
 

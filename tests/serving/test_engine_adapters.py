@@ -19,7 +19,7 @@ from vllm.sampling_params import SamplingParams
 from banaserve.engine.compat import engine as compat
 from banaserve.engine.compat import kv_cache
 from banaserve.serving.client import DisaggregatedClient
-from banaserve.serving.requests.lora import Adapters
+from banaserve.serving.requests.intake import Adapters
 
 BLOCK_SIZE = 4
 

@@ -41,16 +41,14 @@ from banaserve.engine.engine_args import parse_vllm_argv
 from banaserve.frontdoor.app import vllm_app
 from banaserve.orchestrator.control.routing.named import NamedPolicy
 from banaserve.serving.client import DisaggregatedClient
-from banaserve.serving.cluster import Cluster
+from banaserve.serving.instances.cluster import Cluster
+from banaserve.serving.instances.probe import ClusterTimeouts
+from banaserve.serving.instances.service_state import ServiceState
 from banaserve.serving.launch.launcher import InstancePlace
-from banaserve.serving.liveness.timeouts import ClusterTimeouts
-from banaserve.serving.requests.intake import Blockers
-from banaserve.serving.requests.lora import Adapters
+from banaserve.serving.requests.intake import Adapters, Blockers
 from banaserve.serving.requests.request_context import RequestContext
 from banaserve.serving.requests.router import Router
-from banaserve.serving.service_state import ServiceState
-from banaserve.serving.tracing.http_call import HttpCall
-from banaserve.serving.tracing.request_log import RequestNotes
+from banaserve.serving.tracing.request_log import HttpCall, RequestNotes
 
 MAX_MODEL_LEN = 16
 

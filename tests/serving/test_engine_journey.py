@@ -26,19 +26,17 @@ from banaserve.contracts.trace_events import TraceLine
 from banaserve.engine.compat import engine as compat
 from banaserve.engine.connector.handover import Handover
 from banaserve.engine.continuation import output_of, with_output
-from banaserve.serving.instance import DRAINED
+from banaserve.serving.instances.instance import DRAINED
 from banaserve.serving.launch.launcher import InstancePlace
 from banaserve.serving.requests.decode_batching import DecodeBatching
 from banaserve.serving.requests.disagg_request import run_request
 from banaserve.serving.requests.intake import Blockers
 from banaserve.serving.requests.prefix_lookup import HoldEnd, PrefixLookups
 from banaserve.serving.requests.request_context import Prediction, RequestContext
-from banaserve.serving.requests.residency import Residency
-from banaserve.serving.requests.router import RoutedLegs, WeightsReplacedError
+from banaserve.serving.requests.router import Residency, RoutedLegs, WeightsReplacedError
 from banaserve.serving.requests.sequences import run_sequences, sequences_of
 from banaserve.serving.requests.suspects import EnginesDiedError
-from banaserve.serving.tracing.http_call import HttpCall
-from banaserve.serving.tracing.request_log import RequestNotes
+from banaserve.serving.tracing.request_log import HttpCall, RequestNotes
 from banaserve.serving.tracing.spans import FRONT_DOOR, spans_of
 from waiting import until
 

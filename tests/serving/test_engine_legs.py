@@ -18,7 +18,7 @@ from banaserve.engine.compat import engine as compat
 from banaserve.engine.compat.runner_hooks import RewindableGenerator, advance, rewind_failed_loads
 from banaserve.engine.connector.handover import Handover
 from banaserve.engine.continuation import logprob_rows, output_of, with_output
-from banaserve.serving.liveness.restart_policy import RestartPolicy
+from banaserve.serving.instances.supervisor import RestartPolicy
 from banaserve.serving.requests.intake import (
     end_with_context,
     first_token_blocker,

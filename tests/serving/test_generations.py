@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from banaserve.base.types import InstanceId, Role
-from banaserve.serving.generations import Member, can_leave, candidates, is_lost, restart_order
+from banaserve.serving.instances.generations import (
+    Member,
+    can_leave,
+    candidates,
+    is_lost,
+    restart_order,
+)
 
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "c": Role.COLOCATED}
 

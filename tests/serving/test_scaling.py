@@ -19,14 +19,19 @@ from banaserve.base.errors import BanaServeError, MigrationError, UserError
 from banaserve.base.types import ClusterView, InstanceId, InstanceReport, InstanceView, Role
 from banaserve.contracts.migration_api import MoveLayers
 from banaserve.orchestrator.control.autoscaling import AutoscaleOptions, LoadsSince, next_step
+from banaserve.serving.instances import factory as factories
 from banaserve.serving.launch.devices import Devices
 from banaserve.serving.launch.launcher import SpawnLauncher
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.moves import guest_monitor
-from banaserve.serving.roles.drain import Drains
-from banaserve.serving.scaling import factory as factories
-from banaserve.serving.scaling.autoscaler import Autoscaler
-from banaserve.serving.scaling.plan import InstanceCounts, InstanceLoad, plan_leaving, plan_scaling
+from banaserve.serving.operations.autoscaler import Autoscaler
+from banaserve.serving.operations.roles import Drains
+from banaserve.serving.operations.scale_plan import (
+    InstanceCounts,
+    InstanceLoad,
+    plan_leaving,
+    plan_scaling,
+)
 from migration_doubles import LAYERS, done
 from scaling_doubles import Factory, scaler_of
 from waiting import until

@@ -20,15 +20,15 @@ from banaserve.base.clock import WallClock
 from banaserve.base.errors import InstanceDeadError
 from banaserve.base.run_dir import RunDir
 from banaserve.base.types import InstanceId, Role
-from banaserve.serving import instance as instances
-from banaserve.serving.cluster import Cluster
-from banaserve.serving.instance import Instance, State
+from banaserve.serving.instances import instance as instances
+from banaserve.serving.instances import probe, supervisor
+from banaserve.serving.instances.cluster import Cluster
+from banaserve.serving.instances.instance import Instance, State
+from banaserve.serving.instances.probe import ClusterTimeouts
+from banaserve.serving.instances.service_state import ServiceState
 from banaserve.serving.launch.devices import Devices
 from banaserve.serving.launch.engine_settings import EngineSettings
 from banaserve.serving.launch.launcher import InstancePlace, SpawnLauncher
-from banaserve.serving.liveness import probe, supervisor
-from banaserve.serving.liveness.timeouts import ClusterTimeouts
-from banaserve.serving.service_state import ServiceState
 from waiting import until
 
 

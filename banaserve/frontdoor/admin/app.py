@@ -27,8 +27,7 @@ from banaserve.frontdoor.edge.place import mark_authenticated
 from banaserve.frontdoor.edge.refusals import refuse
 from banaserve.frontdoor.middleware.admission import BodyLimit
 from banaserve.serving.moves.coordinator import Coordinator
-from banaserve.serving.moves.guest_sharing import share
-from banaserve.serving.moves.status import placement_of
+from banaserve.serving.moves.placement import placement_of, share
 
 _MAX_BODY_BYTES = 1 << 20
 

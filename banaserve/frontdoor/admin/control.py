@@ -25,14 +25,13 @@ from banaserve.frontdoor.admin.operations import operation_routes
 from banaserve.frontdoor.admin.status import status_of
 from banaserve.orchestrator.control.routing.named import NamedPolicy
 from banaserve.orchestrator.planner.loop.loop import Controller
-from banaserve.serving.executor import MoveExecutor
 from banaserve.serving.moves.coordinator import Coordinator
-from banaserve.serving.restart.rolling import RollingRestarts
-from banaserve.serving.roles.drain import Drains
-from banaserve.serving.roles.role_switch import Roles
-from banaserve.serving.scaling.node_changes import NodeChanges
-from banaserve.serving.scaling.plan import InstanceCounts
-from banaserve.serving.scaling.scaler import Scaler
+from banaserve.serving.operations.executor import MoveExecutor
+from banaserve.serving.operations.node_changes import NodeChanges
+from banaserve.serving.operations.roles import Drains, Roles
+from banaserve.serving.operations.rolling_restart import RollingRestarts
+from banaserve.serving.operations.scale_plan import InstanceCounts
+from banaserve.serving.operations.scaler import Scaler
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from banaserve.serving.tracing.http_call import HttpCall, http_call
+from banaserve.serving.tracing.request_log import HttpCall, http_call
 
 if TYPE_CHECKING:  # OpenTelemetry is imported only if it is used
     from banaserve.serving.tracing.otlp import OtlpTracer

@@ -23,9 +23,8 @@ from banaserve.base.types import Distance
 from banaserve.contracts.instances import NodeStatus
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.serving.launch.devices import Devices
-from banaserve.serving.launch.messages import Order, StartEngine
+from banaserve.serving.launch.messages import Order, StartEngine, spawn
 from banaserve.serving.launch.parent_link import ORDER_S, ParentLink, ParentLostError
-from banaserve.serving.launch.spawn import spawn
 from banaserve.serving.monitoring import metrics
 from banaserve.transport.channels.connect import tcp_address
 from banaserve.transport.registry import SHARED_MEMORY

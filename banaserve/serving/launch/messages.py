@@ -1,17 +1,22 @@
-"""Messages between the supervisor and the engine parent, over a private socket pair, and launch
-descriptions of new (unforked) processes."""
+"""Messages between the server and the engine parent, over a private socket pair, and the start of
+new (unforked) processes from launch descriptions."""
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from banaserve.base.net import framing
 from banaserve.base.net.framing import Framing, MessageReader
+from banaserve.base.platform.spawning import spawn_module
 from banaserve.migration.rpc.messages import GuestAddress
 
 MAX_MESSAGE_BYTES = 1 << 20
+_MODULE = "banaserve.mains.spawned"
 
 
 class StartEngine(msgspec.Struct, tag=True, frozen=True):
@@ -102,3 +107,31 @@ def receive(sock: socket.socket) -> Message | None:
         return framing.receive(sock.recv, MessageReader(FRAMING))
     except ConnectionResetError:
         return None
+
+
+def spawn(
+    launch: Launch,
+    environment: Mapping[str, str],
+    *,
+    pass_fds: Sequence[int] = (),
+    in_session: bool = False,
+) -> subprocess.Popen[bytes]:
+    """Start a process; call from a thread that lives as long as the process is to live.
+
+    Args:
+        launch: Order or description of what the process is to be.
+        environment: Environment of the process.
+        pass_fds: File descriptors that the process inherits.
+        in_session: True if the process stays in this process's session.
+
+    Raises:
+        OSError: The system has no resources for another process.
+    """
+    return spawn_module(
+        _MODULE,
+        (str(os.getpid()),),
+        msgspec.json.encode(launch),
+        environment,
+        pass_fds=pass_fds,
+        in_session=in_session,
+    )

@@ -12,7 +12,7 @@ import time
 from banaserve.base.errors import BanaServeError, ProtocolError
 from banaserve.base.platform.processes import end_child, in_daemon_thread, is_running
 from banaserve.serving.launch import messages
-from banaserve.serving.launch.spawn import spawn
+from banaserve.serving.launch.messages import spawn
 
 ORDER_S = 10.0
 """Maximum wait for the answer to an order, in seconds; a fork takes some ten milliseconds."""

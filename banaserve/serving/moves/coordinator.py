@@ -27,7 +27,7 @@ from banaserve.contracts.migration_api import (
 )
 from banaserve.contracts.trace_events import MoveCommitted
 from banaserve.migration.units.registry import unit_asked
-from banaserve.serving.instance import Instance
+from banaserve.serving.instances.instance import Instance
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.moves.guest_pool import GuestPool
 from banaserve.serving.moves.host_client import HostClient
@@ -35,7 +35,7 @@ from banaserve.serving.moves.host_state import HostState
 from banaserve.serving.moves.move_plan import RemoteUnit, UnitMove, plan_move, plan_return
 from banaserve.serving.moves.sizes import AvailableBytes, ModelFacts, check_room
 from banaserve.serving.moves.task import MigrationTask
-from banaserve.serving.operations import Operations
+from banaserve.serving.operations.operation import Operations
 
 logger = logging.getLogger(__name__)
 

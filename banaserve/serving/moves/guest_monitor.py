@@ -15,10 +15,10 @@ from banaserve.base.run_dir import RunDir
 from banaserve.base.types import InstanceId, ModulePlacement
 from banaserve.engine.compat.config import VllmConfig
 from banaserve.migration.worker_api import HostStatus, LinkState
-from banaserve.serving.cluster import Cluster
+from banaserve.serving.instances.cluster import Cluster
 from banaserve.serving.launch.launcher import Launcher
 from banaserve.serving.monitoring import metrics
-from banaserve.serving.moves import guest_sharing, process_stats
+from banaserve.serving.moves import placement, process_stats
 from banaserve.serving.moves.coordinator import Coordinator
 from banaserve.serving.moves.guest_pool import GuestHandle, GuestPool
 from banaserve.serving.moves.host_state import HostState
@@ -77,7 +77,7 @@ class GuestMonitor:
     async def _look(self, number: int) -> None:
         await asyncio.gather(*(self._look_at(h) for h in self._coordinator.hosts.values()))
         self._end_stopped_guests()
-        await guest_sharing.settle(self._guests, self._coordinator.hosts)
+        await placement.settle(self._guests, self._coordinator.hosts)
         if number % _USAGE_EVERY == 0:
             await self._count_usage(counts_lone=number % _LONE_USAGE_EVERY == 0)
 
@@ -205,7 +205,7 @@ class GuestMonitor:
             if not (here or counts_lone or name in self._shared):
                 continue
             host_state.slow_down = host_state.core_waits.slow_down(host_state.instance.pid)
-            guest_sharing.count(guest_sharing.sharing_of(self._coordinator, host_state))
+            placement.count(placement.sharing_of(self._coordinator, host_state))
             num_bytes = sum(guest.num_bytes for guest in here)
             busy = sum(guest.busy_fraction for guest in here)
             metrics.GUESTS.labels(name).set(len(here))

@@ -20,12 +20,12 @@ from banaserve.base.types import InstanceId
 from banaserve.migration.ranks import check_devices
 from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.migration.worker_api import LinkState
-from banaserve.serving.instance import Instance
+from banaserve.serving.instances.instance import Instance
 from banaserve.serving.launch.launcher import Launcher
 from banaserve.serving.launch.messages import StartGuest
 from banaserve.serving.moves.host_client import HostClient
+from banaserve.serving.moves.move_plan import MoveStage, timeout_s
 from banaserve.serving.moves.process_stats import ProcessUsage
-from banaserve.serving.moves.timeouts import MoveStage, timeout_s
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from banaserve.migration.worker_api import (
     MoveReport,
     OverlapStatus,
 )
-from banaserve.serving.instance import Instance
+from banaserve.serving.instances.instance import Instance
 from banaserve.serving.moves import rank_reports
 
 CALL_TIMEOUT_S = 30.0

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from banaserve.migration.kv.host_kv import blocks_gained
 from banaserve.migration.units.base import MigrationUnit
 from banaserve.migration.worker_api import HostStatus, KvStatus
-from banaserve.serving.instance import Instance
+from banaserve.serving.instances.instance import Instance
 from banaserve.serving.moves.guest_pool import GuestPool
 from banaserve.serving.moves.host_client import HostClient
 from banaserve.serving.moves.move_plan import RemoteUnit

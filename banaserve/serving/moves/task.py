@@ -15,9 +15,8 @@ from banaserve.migration.worker_api import MoveReport
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.moves.guest_pool import GuestHandle, GuestPool
 from banaserve.serving.moves.host_state import HostState
-from banaserve.serving.moves.move_plan import UnitMove
-from banaserve.serving.moves.timeouts import MoveStage, copies_again, timeout_s
-from banaserve.serving.operations import OperationAbortedError
+from banaserve.serving.moves.move_plan import MoveStage, UnitMove, copies_again, timeout_s
+from banaserve.serving.operations.operation import OperationAbortedError
 
 _POLL_S = 0.01
 _LOOK_S = {MoveStage.PREPARE: 0.05, MoveStage.COPY: 0.005, MoveStage.FREE: 0.02}

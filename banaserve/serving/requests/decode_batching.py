@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import Iterator
 
 from banaserve.base.types import InstanceId
-from banaserve.serving.instance import Instance
+from banaserve.serving.instances.instance import Instance
 
 
 class _Group:

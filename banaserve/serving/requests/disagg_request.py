@@ -23,11 +23,15 @@ from banaserve.engine.compat.requests import GracefulHTTPError, RequestOutput, R
 from banaserve.engine.connector.handover import Handover
 from banaserve.engine.continuation import logprob_rows
 from banaserve.orchestrator.control.routing.legs import LegReason
-from banaserve.serving.instance import REBALANCED, Instance
+from banaserve.serving.instances.instance import REBALANCED, Instance
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.monitoring.leg_stats import IterationByLeg
-from banaserve.serving.requests.leg_output import LegMovedError, LegOutputCollector
-from banaserve.serving.requests.legs import decode_leg, prefill_leg
+from banaserve.serving.requests.legs import (
+    LegMovedError,
+    LegOutputCollector,
+    decode_leg,
+    prefill_leg,
+)
 from banaserve.serving.requests.request_context import Prediction, RequestContext, StoredPrompt
 from banaserve.serving.requests.router import RoutedLegs, Router, WeightsReplacedError
 from banaserve.serving.requests.suspects import given_up

@@ -18,8 +18,8 @@ from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.wire import MAX_KEYS
-from banaserve.serving.cluster import Cluster
-from banaserve.serving.generations import candidates
+from banaserve.serving.instances.cluster import Cluster
+from banaserve.serving.instances.generations import candidates
 
 _ASKED_S = 0.02
 """Maximum wait for the answers of other machines' stores, in seconds.

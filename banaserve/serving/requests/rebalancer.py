@@ -17,8 +17,8 @@ from banaserve.orchestrator.control.rebalancing import (
     decode_load_of,
     remaining_tokens,
 )
-from banaserve.serving.cluster import Cluster
-from banaserve.serving.instance import Instance
+from banaserve.serving.instances.cluster import Cluster
+from banaserve.serving.instances.instance import Instance
 
 logger = logging.getLogger(__name__)
 _STALE_S = 5.0

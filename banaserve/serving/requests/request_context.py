@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from banaserve.base.types import NO_LIMITS, RequestLimits, Route
 from banaserve.engine.compat import engine as compat
 from banaserve.engine.compat.requests import RequestOutput, RequestOutputKind, SamplingParams
-from banaserve.serving.instance import Instance
+from banaserve.serving.instances.instance import Instance
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.monitoring.leg_stats import Leg, LegRequestStats, Sequences
 from banaserve.serving.requests.intake import Blockers

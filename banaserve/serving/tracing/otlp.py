@@ -30,8 +30,7 @@ from banaserve import __version__
 from banaserve.base.platform.processes import in_daemon_thread
 from banaserve.contracts.trace_events import RequestTrace, TraceSpan
 from banaserve.serving.monitoring.metrics import TRACE_SPANS
-from banaserve.serving.tracing.http_call import HttpCall
-from banaserve.serving.tracing.request_log import RequestNotes, RequestSpan
+from banaserve.serving.tracing.request_log import HttpCall, RequestNotes, RequestSpan
 from banaserve.serving.tracing.spans import SpanName
 from banaserve.serving.tracing.trace_collection import TraceCollector
 

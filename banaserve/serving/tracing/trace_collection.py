@@ -19,7 +19,7 @@ from banaserve.contracts.trace_events import (
     TraceLine,
 )
 from banaserve.engine.compat import engine as compat
-from banaserve.serving.instance import Instance
+from banaserve.serving.instances.instance import Instance
 from banaserve.serving.tracing.request_log import RequestNotes, TracedLeg
 from banaserve.serving.tracing.spans import FRONT_DOOR, spans_of
 

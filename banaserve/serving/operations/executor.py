@@ -38,12 +38,12 @@ from banaserve.orchestrator.control.costs.devices import device_of, relative_spe
 from banaserve.orchestrator.control.model.learnt_time import eased, link_of, transfer_time
 from banaserve.orchestrator.control.model.moving import Link
 from banaserve.pacing.config import settings_of as pacing_of
-from banaserve.serving.cluster import Cluster
-from banaserve.serving.instance import Instance
+from banaserve.serving.instances.cluster import Cluster
+from banaserve.serving.instances.instance import Instance
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.moves.coordinator import Coordinator
 from banaserve.serving.moves.sizes import ModelFacts
-from banaserve.serving.roles.role_switch import Roles
+from banaserve.serving.operations.roles import Roles
 
 logger = logging.getLogger(__name__)
 _HISTORY_S = 300.0

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from banaserve.base.clock import Clock
 from banaserve.base.platform.stall_watch import StallWatch
 from banaserve.engine.compat.config import is_on_cpu
-from banaserve.serving.instance import Instance, State
-from banaserve.serving.liveness.timeouts import ClusterTimeouts
+from banaserve.serving.instances.instance import Instance, State
 
 logger = logging.getLogger(__name__)
 _PROBE_INTERVAL_S = 0.5
@@ -22,6 +22,25 @@ report older than two seconds.
 """
 _PROBE_TIMEOUT_S = 5.0
 _LONGEST_LOOK_S = 2 * _PROBE_TIMEOUT_S
+
+
+@dataclass(frozen=True)
+class ClusterTimeouts:
+    """Timeouts of the cluster, in seconds.
+
+    Attributes:
+        start_s: Maximum time for an engine to start.
+        stall_s: Maximum silence of an engine that certainly does no work.
+        spin_s: Maximum silence of any engine.
+        retry_s: Time from giving up an instance to retrying it.
+        unserved_s: Time without instances for both legs after which the server is unhealthy.
+    """
+
+    start_s: float = 600.0
+    stall_s: float = 60.0
+    spin_s: float = 600.0
+    retry_s: float = 180.0
+    unserved_s: float = 120.0
 
 
 class LivenessProbe:

@@ -32,7 +32,8 @@ from banaserve.engine.compat.engine_errors import last_error_in
 from banaserve.engine.compat.front.clients import connect
 from banaserve.orchestrator.control.cluster_view import with_guests
 from banaserve.orchestrator.control.rebalancing import Stream
-from banaserve.serving.inflight import Inflight, InflightLeg
+from banaserve.serving.instances.inflight import Inflight, InflightLeg
+from banaserve.serving.instances.service_state import ServiceState
 from banaserve.serving.launch.engine_settings import EngineSettings, weights_of
 from banaserve.serving.launch.launcher import InstancePlace, Launcher
 from banaserve.serving.launch.messages import StartEngine
@@ -40,7 +41,6 @@ from banaserve.serving.monitoring import metrics
 from banaserve.serving.monitoring.engine_series import EngineSeries
 from banaserve.serving.monitoring.gpu_monitor import GpuMeter
 from banaserve.serving.monitoring.reports import ReportBoard
-from banaserve.serving.service_state import ServiceState
 
 logger = logging.getLogger(__name__)
 DRAINED, REBALANCED = "drained", "rebalanced"

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from banaserve.base.clock import Clock
 from banaserve.base.errors import InstanceDeadError
 from banaserve.base.types import Distance, InstanceId, InstanceView, Role
-from banaserve.serving.generations import Member
-from banaserve.serving.instance import Instance, State
+from banaserve.serving.instances.generations import Member
+from banaserve.serving.instances.instance import Instance, State
+from banaserve.serving.instances.probe import ClusterTimeouts
+from banaserve.serving.instances.supervisor import Supervisor
 from banaserve.serving.launch.engine_settings import EngineSettings
-from banaserve.serving.liveness.supervisor import Supervisor
-from banaserve.serving.liveness.timeouts import ClusterTimeouts
 
 _POLL_S = 0.02
 _BOTH = Role.COLOCATED.legs

@@ -16,8 +16,8 @@ from banaserve.orchestrator.control.autoscaling import (
     ScaleStep,
     next_step,
 )
-from banaserve.serving.scaling.plan import InstanceCounts
-from banaserve.serving.scaling.scaler import Scaler
+from banaserve.serving.operations.scale_plan import InstanceCounts
+from banaserve.serving.operations.scaler import Scaler
 
 logger = logging.getLogger(__name__)
 _DRAIN_S = 300.0

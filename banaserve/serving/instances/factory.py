@@ -8,7 +8,7 @@ from banaserve.base.platform.linux import available_memory_bytes
 from banaserve.base.run_dir import RunDir
 from banaserve.base.types import InstanceId, Role
 from banaserve.kvstore.sizes import format_size
-from banaserve.serving.instance import Instance
+from banaserve.serving.instances.instance import Instance
 from banaserve.serving.launch.engine_settings import EngineSettings
 from banaserve.serving.launch.launcher import Launcher
 from banaserve.serving.monitoring import metrics

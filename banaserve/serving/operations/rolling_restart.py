@@ -17,14 +17,14 @@ from banaserve.base.errors import InstanceDeadError, MigrationError, UserError
 from banaserve.base.types import InstanceId
 from banaserve.contracts.restart_api import EngineRestart, RestartRequest, RollingRestart
 from banaserve.engine.compat.engine import EngineDeadError
-from banaserve.serving.cluster import Cluster
-from banaserve.serving.generations import can_leave, restart_order
-from banaserve.serving.instance import Instance, State
+from banaserve.serving.instances.cluster import Cluster
+from banaserve.serving.instances.generations import can_leave, restart_order
+from banaserve.serving.instances.instance import Instance, State
+from banaserve.serving.instances.supervisor import Check
 from banaserve.serving.launch.engine_settings import EngineSettings
-from banaserve.serving.liveness.supervisor import Check
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.moves.coordinator import Coordinator
-from banaserve.serving.operations import OperationAbortedError, Operations
+from banaserve.serving.operations.operation import OperationAbortedError, Operations
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.02

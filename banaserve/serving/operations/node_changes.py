@@ -10,10 +10,10 @@ from banaserve.base.clock import Clock
 from banaserve.base.errors import MigrationError, UserError
 from banaserve.base.types import InstanceId
 from banaserve.contracts.instances import NodeChange, NodeStatus
-from banaserve.serving.cluster import Cluster
+from banaserve.serving.instances.cluster import Cluster
 from banaserve.serving.launch.launcher import Launcher
-from banaserve.serving.operations import Operations
-from banaserve.serving.scaling.scaler import Scaler
+from banaserve.serving.operations.operation import Operations
+from banaserve.serving.operations.scaler import Scaler
 
 logger = logging.getLogger(__name__)
 LOOK_S = 5.0

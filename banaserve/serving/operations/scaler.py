@@ -14,14 +14,13 @@ from banaserve.base.clock import Clock
 from banaserve.base.errors import MigrationError, UserError
 from banaserve.base.types import InstanceId, Role
 from banaserve.contracts.instances import Scaling
-from banaserve.serving.cluster import Cluster
-from banaserve.serving.instance import Instance
+from banaserve.serving.instances.cluster import Cluster
+from banaserve.serving.instances.factory import InstanceFactory
+from banaserve.serving.instances.instance import Instance
 from banaserve.serving.moves.coordinator import Coordinator
-from banaserve.serving.operations import OperationAbortedError, Operations
-from banaserve.serving.roles.drain import Drains
-from banaserve.serving.roles.role_switch import Roles
-from banaserve.serving.scaling.factory import InstanceFactory
-from banaserve.serving.scaling.plan import (
+from banaserve.serving.operations.operation import OperationAbortedError, Operations
+from banaserve.serving.operations.roles import Drains, Roles
+from banaserve.serving.operations.scale_plan import (
     InstanceCounts,
     InstanceLoad,
     ScalePlan,

@@ -12,7 +12,7 @@ from banaserve.contracts.rpc.typed_rpc import call
 from banaserve.engine.compat.engine import EngineDeadError
 from banaserve.engine.compat.requests import SamplingParams
 from banaserve.serving.client import DisaggregatedClient
-from banaserve.serving.instance import Instance
+from banaserve.serving.instances.instance import Instance
 from banaserve.serving.requests.prefix_lookup import PrefixLookup, PrefixLookups
 
 _ANSWER_S = 120.0
