@@ -252,7 +252,7 @@ async def test_tenants_share_no_cache_of_pooling_models(
 
     instance = SimpleNamespace(
         llm=SimpleNamespace(encode=encode),
-        view=lambda: SimpleNamespace(inflight_requests=0),
+        inflight_requests=0,
         holding=lambda _: _Nothing(),
     )
     token = tenant.set(name)
@@ -276,7 +276,7 @@ async def test_a_pooling_request_outlives_its_instance_and_not_its_deadline() ->
     def instance(encode: Any, requests: int, is_orphaned: bool = False) -> Any:
         return SimpleNamespace(
             llm=SimpleNamespace(encode=encode),
-            view=lambda: SimpleNamespace(inflight_requests=requests),
+            inflight_requests=requests,
             holding=lambda _: _Nothing(),
             is_orphaned=is_orphaned,
         )
@@ -333,7 +333,7 @@ def _dying() -> Any:
 
     return SimpleNamespace(
         llm=SimpleNamespace(encode=die),
-        view=lambda: SimpleNamespace(inflight_requests=0),
+        inflight_requests=0,
         holding=lambda _: _Nothing(),
         is_orphaned=False,
     )

@@ -630,7 +630,7 @@ class Holds:
     def __init__(self) -> None:
         self.ended: list[HoldEnd] = []
 
-    async def end_holds(self, holds: list[HoldEnd]) -> None:
+    def end_holds(self, holds: list[HoldEnd]) -> None:
         self.ended += holds
 
 

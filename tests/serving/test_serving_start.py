@@ -185,7 +185,7 @@ async def test_an_engine_is_asked_when_it_has_said_nothing_for_a_second(
 async def test_the_store_is_asked_only_where_a_request_may_have_two_legs(roles, cached):
     asked = []
 
-    async def cached_tokens(request: object) -> int:
+    def cached_tokens(request: object) -> int:
         asked.append(request)
         return 32
 

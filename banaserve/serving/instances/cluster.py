@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 
 from banaserve.base.clock import Clock
 from banaserve.base.errors import InstanceDeadError
-from banaserve.base.types import Distance, InstanceId, InstanceView, Role
-from banaserve.serving.instances.generations import Member
+from banaserve.base.types import InstanceId, InstanceView, Role
 from banaserve.serving.instances.instance import Instance, State
 from banaserve.serving.instances.probe import ClusterTimeouts
 from banaserve.serving.instances.supervisor import Supervisor
 from banaserve.serving.launch.engine_settings import EngineSettings
 
 _POLL_S = 0.02
-_BOTH = Role.COLOCATED.legs
 
 
 class Cluster:
@@ -78,8 +77,6 @@ class Cluster:
             instance.mark_dead()
             instance.kill()
 
-    # ---- one instance
-
     def instance(self, instance_id: InstanceId) -> Instance:
         """Return the instance with this id.
 
@@ -100,17 +97,12 @@ class Cluster:
         by_node: dict[str, list[Instance]] = {}
         for one in self.instances.values():
             by_node.setdefault(one.place.node, []).append(one)
-        far = {node: self._ways_from(node, by_node) for node in by_node}
-        return {one.id: one.view(far[node]) for node, its in by_node.items() for one in its}
-
-    @staticmethod
-    def _ways_from(
-        node: str, by_node: Mapping[str, Sequence[Instance]]
-    ) -> Mapping[InstanceId, Distance | None]:
-        """Return the distances from ``node`` to all instances on other nodes."""
-        [first, *_] = by_node[node]
-        others = (one for other, its in by_node.items() if other != node for one in its)
-        return {one.id: first.distance_to(one) for one in others}
+        views = {}
+        for node, its in by_node.items():
+            elsewhere = chain(*(others for other, others in by_node.items() if other != node))
+            far = {one.id: its[0].distance_to(one) for one in elsewhere}
+            views |= {one.id: one.view(far) for one in its}
+        return views
 
     async def taking(self) -> list[Instance]:
         """Return the instances that accept new requests, or else all ready ones.
@@ -121,10 +113,6 @@ class Cluster:
             await self._clock.sleep(_POLL_S)
         serving = [i for i in self.serving() if i.llm is not None]
         return [i for i in serving if i.takes_requests] or serving
-
-    def members(self) -> list[Member]:
-        """Return all instances as members of their generations."""
-        return [_member(instance) for instance in self.instances.values()]
 
     @property
     def newest_settings(self) -> EngineSettings:
@@ -159,21 +147,6 @@ class Cluster:
 
     def _note_service(self) -> None:
         serving = self.serving()
-        if len(serving) == len(self.instances) or len(_legs_of(serving)) == len(_BOTH):
+        legs = frozenset[Role]().union(*(one.role.legs for one in serving))
+        if len(serving) == len(self.instances) or legs == Role.COLOCATED.legs:
             self._served_s = self._clock.now()
-
-
-def _legs_of(instances: Sequence[Instance]) -> frozenset[Role]:
-    return frozenset[Role]().union(*(one.role.legs for one in instances))
-
-
-def _member(instance: Instance) -> Member:
-    return Member(
-        instance.id,
-        instance.role,
-        instance.weights,
-        instance.settings.number,
-        takes=instance.takes_requests,
-        serves=instance.is_ready,
-        lives=instance.state is not State.FAILED,
-    )

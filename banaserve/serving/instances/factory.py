@@ -20,7 +20,6 @@ class InstanceFactory:
 
     Args:
         settings: Settings of the engines at the server's start.
-        run: Folders of the run.
         instance_bytes: Memory of one instance, in bytes; 0 if it is not the machine's memory.
 
     Attributes:
@@ -44,9 +43,6 @@ class InstanceFactory:
 
     def check_memory(self, num_instances: int) -> None:
         """Return if this machine's memory, or the room on the nodes, suffices for more instances.
-
-        Args:
-            num_instances: Number of instances to be added.
 
         Raises:
             MigrationError: There is not enough memory or room.

@@ -63,7 +63,6 @@ class LivenessProbe:
         self._instance = instance
         self._clock = clock
         self._timeouts = timeouts
-        self._stall_s = timeouts.stall_s
         self._before_each = before_each
         self._looked_s = clock.now()
         # No idle engine is asked before all engines have started, which may take long.
@@ -73,20 +72,21 @@ class LivenessProbe:
         """Restart all measurements of silence at this moment."""
         # The processor use of an engine on another machine is unknown here.
         counts_work = is_on_cpu() and self._instance.place.is_local
-        limits = self._timeouts
-        self._watch = StallWatch(limits.stall_s, limits.spin_s, counts_work=counts_work)
+        stall_s, spin_s = self._timeouts.stall_s, self._timeouts.spin_s
+        self._watch = StallWatch(stall_s, spin_s, counts_work=counts_work)
         self._since_s = self._clock.now()
         self._is_silent = False
 
     async def run(self) -> None:
         """Check the instance twice a second, or more often if ``stall_s`` is below a second."""
         while True:
-            await asyncio.sleep(min(_PROBE_INTERVAL_S, self._stall_s / 2))
+            await asyncio.sleep(min(_PROBE_INTERVAL_S, self._timeouts.stall_s / 2))
             self._before_each()
             if self._stood_still():
                 self._begin_anew()
             if self._instance.state is State.STARTING:
-                self._check_start()
+                if self._watch.has_stalled_starting(self._instance.pid, self._clock.now()):
+                    self._end("it has stalled starting")
             elif self._instance.state is State.READY:
                 await self._check()
 
@@ -97,11 +97,7 @@ class LivenessProbe:
         exceed the longest duration of a check.
         """
         since_s, self._looked_s = self._looked_s, self._clock.now()
-        return self._looked_s - since_s > max(_LONGEST_LOOK_S, self._stall_s / 2)
-
-    def _check_start(self) -> None:
-        if self._watch.has_stalled_starting(self._instance.pid, self._clock.now()):
-            self._end("it has stalled starting")
+        return self._looked_s - since_s > max(_LONGEST_LOOK_S, self._timeouts.stall_s / 2)
 
     async def _check(self) -> None:
         report, now_s = self._instance.view().report, self._clock.now()
@@ -113,15 +109,12 @@ class LivenessProbe:
         # Two checks in a row: if only this process stood still, the engine has answered meanwhile.
         elif was_silent and self._is_silent:
             self._end("it has stalled")
-        elif report is None or now_s - report.at_s > min(_QUIET_S, self._stall_s / 2):
-            await self._ask()
+        elif report is None or now_s - report.at_s > min(_QUIET_S, self._timeouts.stall_s / 2):
+            try:
+                await self._instance.probe(_PROBE_TIMEOUT_S)
+            except Exception:
+                logger.exception("asking instance %s", self._instance.id)
 
     def _end(self, why: str) -> None:
         logger.warning("instance %s is ended: %s", self._instance.id, why)
         self._instance.kill()
-
-    async def _ask(self) -> None:
-        try:
-            await self._instance.probe(_PROBE_TIMEOUT_S)
-        except Exception:
-            logger.exception("asking instance %s", self._instance.id)

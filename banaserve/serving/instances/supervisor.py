@@ -34,13 +34,11 @@ class Replacement:
     """An engine that is to be started in place of another one.
 
     Attributes:
-        settings: Settings of the new engine.
         before: Settings of the old engine.
         check: Function that raises if the new engine must not serve.
         done: Future that is done when the new engine serves, or has failed.
     """
 
-    settings: EngineSettings
     before: EngineSettings
     check: Check
     done: asyncio.Future[None]
@@ -270,7 +268,7 @@ class Supervisor:
         """
         await self.settled(instance)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        replacement = Replacement(settings, instance.settings, check, done)
+        replacement = Replacement(instance.settings, check, done)
         self._replacements[instance.id] = replacement
         instance.retire(settings)
         until_s = self._clock.now() + _LEAVE_S

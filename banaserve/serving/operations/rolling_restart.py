@@ -98,10 +98,11 @@ class RollingRestarts(Operations[RollingRestart]):
                 self._make, self.settings, ask.model, ask.vllm_options
             )
             self._check_not_scaling()  # one may have begun meanwhile
+            instances = self._cluster.instances.values()
             restart = RollingRestart(
                 self._new_id(),
                 "running",
-                [EngineRestart(name) for name in restart_order(self._cluster.members())],
+                [EngineRestart(name) for name in restart_order(instances)],
                 ask.model,
                 ask.vllm_options,
                 is_changed=settings is not self.settings,
@@ -218,9 +219,7 @@ class RollingRestarts(Operations[RollingRestart]):
         until_s = self._clock.now() + self._drain_s
         while True:
             self._check_wanted(restart)
-            members = self._cluster.members()
-            own = next(one for one in members if one.id == instance.id)
-            if can_leave(own, members):
+            if can_leave(instance, self._cluster.instances.values()):
                 instance.move_streams()
             line.num_left = instance.inflight_requests
             left = line.num_left

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-from collections.abc import AsyncGenerator, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 from banaserve.base.errors import DeadlineExceededError
 from banaserve.engine.compat import engine as compat
@@ -77,9 +77,6 @@ def _with_handover(params: SamplingParams, handover: Handover) -> dict[str, Any]
     return {**(params.extra_args or {}), "kv_transfer_params": handover.to_params()}
 
 
-Output = TypeVar("Output")
-
-
 class LegMovedError(Exception):
     """Error that ends a leg which is to continue at another instance.
 
@@ -140,18 +137,3 @@ class LegOutputCollector(compat.RequestOutputCollector):
         error, self._error = self._error, None
         if error is not None:
             super().put(error)
-
-
-async def next_output(stream: AsyncGenerator[Output, None], deadline: float) -> Output | None:
-    """Return the next output of ``stream``; None after the last.
-
-    The timeout does not enclose a yield, since different tasks may ask for the outputs.
-
-    Args:
-        deadline: Deadline on the event loop's clock, in seconds.
-
-    Raises:
-        TimeoutError: The deadline has passed.
-    """
-    async with asyncio.timeout_at(deadline):
-        return await anext(stream, None)

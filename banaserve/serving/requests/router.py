@@ -165,10 +165,10 @@ class Router:
         is_replacing = self.cluster.is_replacing
         if not is_replacing and (len(found) < 2 if not weights else found == {weights}):
             return view
-        members = self.cluster.members()
-        if weights and is_lost(members, weights):
+        instances = self.cluster.instances.values()
+        if weights and is_lost(instances, weights):
             raise WeightsReplacedError
-        chosen = candidates(members, weights)
+        chosen = candidates(instances, weights)
         seen = {name: replace(view.instances[name], ready=True) for name in sorted(chosen)}
         return replace(view, instances=seen)
 
