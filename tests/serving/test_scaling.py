@@ -28,7 +28,6 @@ from banaserve.serving.operations.autoscaler import Autoscaler
 from banaserve.serving.operations.roles import Drains
 from banaserve.serving.operations.scale_plan import (
     InstanceCounts,
-    InstanceLoad,
     plan_leaving,
     plan_scaling,
 )
@@ -39,16 +38,16 @@ from waiting import until
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "c": Role.COLOCATED}
 
 
-def members(text: str) -> list[InstanceLoad]:
+def members(text: str) -> list[InstanceView]:
     """``p0:3 d0/p d1!``: p0 has three requests, d0 is for prefill, d1 takes none."""
     found = []
     for word in text.split():
         name, _, num_requests = word.rstrip("!").partition(":")
         name, _, role = name.partition("/")
-        member = InstanceLoad(
-            InstanceId(name), ROLES[role or name[0]], int(num_requests or 0), not word.endswith("!")
+        role, ready = ROLES[role or name[0]], not word.endswith("!")
+        found.append(
+            InstanceView(InstanceId(name), role, ready, None, int(num_requests or 0), 0, 1.0)
         )
-        found.append(member)
     return found
 
 

@@ -25,8 +25,10 @@ from banaserve.contracts.migration_api import (
     OverlapRequest,
     Return,
 )
+from banaserve.contracts.rpc.typed_rpc import call
 from banaserve.contracts.trace_events import MoveCommitted
 from banaserve.migration.units.registry import unit_asked
+from banaserve.migration.worker_api import MigrationApi
 from banaserve.serving.instances.instance import Instance
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.moves.guest_pool import GuestPool
@@ -126,7 +128,8 @@ class Coordinator(Operations[Migration]):
                 like this.
         """
         host_state = self._host_state(ask.instance)
-        overlap = await host_state.link().set_overlap(ask.max_microbatches)
+        asked = call(MigrationApi.banaserve_migration_overlap, ask.max_microbatches)
+        overlap = await host_state.link().ask_workers(asked)
         await host_state.refresh()
         return msgspec.convert(overlap, Overlapping, from_attributes=True)
 
@@ -140,7 +143,8 @@ class Coordinator(Operations[Migration]):
         """
         if not self.facts.num_experts:
             raise MigrationError("this model has no experts")
-        chosen = await self._host_state(ask.instance).link().expert_load(ask.counting)
+        asked = call(MigrationApi.banaserve_migration_experts, ask.counting)
+        chosen = await self._host_state(ask.instance).link().ask_workers(asked)
         return ExpertLoad(ask.instance, chosen)
 
     # ---- events

@@ -13,14 +13,15 @@ from collections.abc import AsyncIterator
 from banaserve.base.errors import BanaServeError, MigrationError
 from banaserve.base.run_dir import RunDir
 from banaserve.base.types import InstanceId, ModulePlacement
+from banaserve.contracts.rpc.typed_rpc import call
 from banaserve.engine.compat.config import VllmConfig
-from banaserve.migration.worker_api import HostStatus, LinkState
+from banaserve.migration.worker_api import HostStatus, LinkState, MigrationApi
 from banaserve.serving.instances.cluster import Cluster
 from banaserve.serving.launch.launcher import Launcher
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.moves import placement, process_stats
 from banaserve.serving.moves.coordinator import Coordinator
-from banaserve.serving.moves.guest_pool import GuestHandle, GuestPool
+from banaserve.serving.moves.guest_pool import GuestPool
 from banaserve.serving.moves.host_state import HostState
 from banaserve.serving.moves.sizes import machine_available_bytes, model_facts
 
@@ -149,7 +150,7 @@ class GuestMonitor:
                 guest.detached_s = asyncio.get_running_loop().time()
                 guest.kill()
             with contextlib.suppress(BanaServeError):
-                await host_state.link().detach(guest_id)
+                await _detach(host_state, guest_id)
 
     async def _fit_pool(self, host_state: HostState) -> None:
         """Shrink a pool that is larger than its memory after a loss, as soon as possible."""
@@ -174,15 +175,12 @@ class GuestMonitor:
             elif guest.idle_since_s is None:
                 guest.idle_since_s = now_s
             elif now_s - guest.idle_since_s >= self._idle_s:
-                await self._detach(host_state, guest, now_s)
-
-    async def _detach(self, host_state: HostState, guest: GuestHandle, now_s: float) -> None:
-        guest.detached_s = now_s
-        try:
-            await host_state.link().detach(guest.id)
-        except MigrationError:
-            guest.detached_s = None
-            raise
+                guest.detached_s = now_s
+                try:
+                    await _detach(host_state, guest.id)
+                except MigrationError:
+                    guest.detached_s = None
+                    raise
 
     def _end_stopped_guests(self) -> None:
         """Kill guests that a signal has stopped: they block their host, their KV is lost anyway."""
@@ -213,6 +211,10 @@ class GuestMonitor:
             metrics.GUEST_BUSY.labels(name).set(busy)
             host_state.instance.set_guests(num_bytes, min(1.0, busy))
         self._shared = {guest.target for guest in self._guests}
+
+
+async def _detach(host_state: HostState, guest_id: str) -> None:
+    await host_state.link().ask_workers(call(MigrationApi.banaserve_migration_detach, guest_id))
 
 
 @contextlib.asynccontextmanager

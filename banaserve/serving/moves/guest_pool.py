@@ -17,9 +17,10 @@ from banaserve.base.errors import MigrationError
 from banaserve.base.platform import processes
 from banaserve.base.run_dir import RunDir
 from banaserve.base.types import InstanceId
+from banaserve.contracts.rpc.typed_rpc import call
 from banaserve.migration.ranks import check_devices
 from banaserve.migration.rpc.messages import GuestAddress
-from banaserve.migration.worker_api import LinkState
+from banaserve.migration.worker_api import LinkState, MigrationApi
 from banaserve.serving.instances.instance import Instance
 from banaserve.serving.launch.launcher import Launcher
 from banaserve.serving.launch.messages import StartGuest
@@ -87,6 +88,11 @@ class GuestHandle:
         for pid in self.pids:
             _kill(pid)
 
+    async def tell_share(self, link: HostClient, fraction: float) -> None:
+        """Bound the guest's share of its target's device; see ``HostClient`` for errors."""
+        await link.ask_workers(call(MigrationApi.banaserve_migration_share, self.id, fraction))
+        self.share = fraction
+
 
 def _kill(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
@@ -97,8 +103,6 @@ class GuestPool:
     """All guests of a run.
 
     Args:
-        launcher: Launcher that starts the guests.
-        run: Folders of the run.
         transport: Transport that carries KV.
         share: Share of an instance's device that guests beside it may take, for instances that
             have no share of their own.
@@ -196,11 +200,10 @@ class GuestPool:
         self._watches.add(watch)
         watch.add_done_callback(self._watches.discard)
         try:
-            await link.attach(addresses)
+            await link.ask_workers(call(MigrationApi.banaserve_migration_attach, addresses))
             await self._until_ready(guest, link)
             if (fraction := self.share_of(guest)) < 1.0:
-                await link.set_share(guest.id, fraction)
-                guest.share = fraction
+                await guest.tell_share(link, fraction)
         except BaseException:
             guest.kill()
             raise
@@ -209,12 +212,7 @@ class GuestPool:
     async def _addresses(
         self, guest_id: str, host: InstanceId, target: InstanceId, num_ranks: int
     ) -> list[GuestAddress]:
-        """Return the addresses of a guest's processes, in the order of the ranks.
-
-        Raises:
-            MigrationError: The guest would have several processes on another machine, or more than
-                its target has GPUs.
-        """
+        """Return the addresses of a guest's processes, in the order of the ranks."""
         if num_ranks == 1:
             return [await self._address(guest_id, host, target)]
         if devices := self._launcher.devices_of(target):
@@ -251,7 +249,8 @@ class GuestPool:
         loop = asyncio.get_running_loop()
         until_s = loop.time() + timeout_s(MoveStage.START, 0)
         while loop.time() < until_s:
-            known = (await link.status()).guests.get(guest.id)
+            status = await link.ask_workers(call(MigrationApi.banaserve_migration_status, False))
+            known = status.guests.get(guest.id)
             if known is not None and known.state is LinkState.READY:
                 guest.way = known.way
                 return

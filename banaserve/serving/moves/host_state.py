@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from banaserve.contracts.rpc.typed_rpc import call
 from banaserve.migration.kv.host_kv import blocks_gained
 from banaserve.migration.units.base import MigrationUnit
-from banaserve.migration.worker_api import HostStatus, KvStatus
+from banaserve.migration.worker_api import HostStatus, KvStatus, MigrationApi
 from banaserve.serving.instances.instance import Instance
 from banaserve.serving.moves.guest_pool import GuestPool
 from banaserve.serving.moves.host_client import HostClient
@@ -77,7 +78,8 @@ class HostState:
             MigrationError: The instance cannot migrate.
             InstanceDeadError: The instance has ended.
         """
-        self.status = await self.link().status(memory)
+        asked = call(MigrationApi.banaserve_migration_status, memory)
+        self.status = await self.link().ask_workers(asked)
         return self.status
 
     @property
@@ -130,7 +132,7 @@ class HostState:
         link = self.link()
         kv = (await self.refresh()).kv
         allowed = kv.num_blocks + kv.blocks_gained
-        now = (await link.pool_info()).num_blocks
+        now = await link.pool_blocks()
         await link.resize_pool(max(now, allowed))  # also releases blocks that were held back
         link.check()
         self.grown_blocks = kv.blocks_gained
@@ -140,7 +142,7 @@ class HostState:
         """Try to shrink the pool; return the number of blocks in use that prevent this."""
         link, num_at_start = self.link(), self.kv.num_blocks
         busy = 0
-        if (await link.pool_info()).num_blocks > num_blocks:
+        if await link.pool_blocks() > num_blocks:
             busy = (await link.resize_pool(num_blocks)).busy
         link.check()
         if not busy:

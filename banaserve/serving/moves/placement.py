@@ -24,7 +24,7 @@ from banaserve.contracts.migration_api import (
 from banaserve.migration.units.registry import write_modules
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.moves.coordinator import Coordinator
-from banaserve.serving.moves.guest_pool import GuestHandle, GuestPool
+from banaserve.serving.moves.guest_pool import GuestPool
 from banaserve.serving.moves.host_state import HostState
 
 
@@ -53,7 +53,7 @@ async def _of(coordinator: Coordinator, host_state: HostState) -> InstancePlacem
     try:
         status = await host_state.refresh(memory=True)
         kv_bytes_here = host_state.kv.resident_bytes or 0
-        num_blocks = (await host_state.link().pool_info()).num_blocks
+        num_blocks = await host_state.link().pool_blocks()
     except BanaServeError as reason:
         return InstancePlacement(
             host_state.id, instance.role.value, state, str(reason), node=instance.place.node
@@ -147,18 +147,7 @@ async def settle(guests: GuestPool, hosts: Mapping[InstanceId, HostState]) -> No
         host_state = hosts.get(guest.host)  # the host may be removed while other guests are told
         if host_state is not None and guest.share != wanted and guest.detached_s is None:
             with contextlib.suppress(BanaServeError):
-                await tell(guest, host_state, wanted)
-
-
-async def tell(guest: GuestHandle, host_state: HostState, fraction: float) -> None:
-    """Bound one guest's share.
-
-    Raises:
-        MigrationError: The guest cannot be told at present.
-        InstanceDeadError: The guest's host has ended.
-    """
-    await host_state.link().set_share(guest.id, fraction)
-    guest.share = fraction
+                await guest.tell_share(host_state.link(), wanted)
 
 
 def count(sharing: GuestSharing) -> None:

@@ -1,4 +1,4 @@
-"""Role switches: drain an instance, then give it another role, without a restart."""
+"""Role switches and drains of instances, without a restart."""
 
 from __future__ import annotations
 
@@ -90,15 +90,9 @@ class Roles(Operations[RoleChange]):
         return any(one.service.is_switching for one in self._instances.values())
 
     def check_leaves(self, instance: Instance) -> None:
-        """Return if an instance may be drained: it is not switching, and others serve its legs.
-
-        Raises:
-            MigrationError: The instance may not be drained.
-        """
+        """Raise MigrationError if an instance is switching, or no other serves one of its legs."""
         instance.service.check_drain()
         self._check_served(instance, frozenset())
-
-    # ---- checks
 
     def _check(self, instance: Instance, role: Role, step_tokens: int) -> None:
         if instance.role is role and step_tokens == instance.step_tokens:
@@ -183,10 +177,12 @@ class Roles(Operations[RoleChange]):
 
 
 class Drains:
-    """Drains of instances, and their release.
+    """Drains of instances: each receives no more requests, and its streams move elsewhere at once.
+
+    The instance keeps serving while the streams leave. It stays drained until it is released, and
+    may be ended meanwhile.
 
     Args:
-        instances: Instances by id.
         roles: Role switches; they check whether other instances serve a drained instance's legs.
     """
 
@@ -195,19 +191,22 @@ class Drains:
         self._roles = roles
 
     def begin(self, name: str) -> DrainState:
-        """Send an instance no more requests, and move its streams elsewhere.
-
-        A prompt that is being computed there is completed.
+        """Send an instance no more requests, and move its streams; a running prompt is completed.
 
         Raises:
             UserError: There is no such instance.
             MigrationError: No other instance serves one of its legs, or it is switching its role.
         """
         instance = self._named(name)
-        self._empty(instance, instance.service.drain)
+        self.empty(instance, instance.service.drain)
         return self._state(instance)
 
-    def _empty(self, instance: Instance, drain: Callable[[], None]) -> None:
+    def empty(self, instance: Instance, drain: Callable[[], None]) -> None:
+        """Drain an instance by ``drain``, a method of its ``ServiceState``, and move its streams.
+
+        Raises:
+            MigrationError: No other instance serves one of its legs, or it is switching its role.
+        """
         if not instance.service.is_drained:
             self._roles.check_leaves(instance)
         drain()
@@ -224,19 +223,6 @@ class Drains:
         instance = self._named(name)
         instance.service.release()
         return self._state(instance)
-
-    def leave(self, instance_id: InstanceId) -> None:
-        """Drain an instance that is to be removed; ``release`` refuses it until ``is_back``.
-
-        Raises:
-            MigrationError: No other instance serves one of its legs, or it is switching its role.
-        """
-        instance = self._instances[instance_id]
-        self._empty(instance, instance.service.leave)
-
-    def is_back(self, instance_id: InstanceId) -> None:
-        """Cancel the removal of an instance: it serves again unless it was drained before."""
-        self._instances[instance_id].service.stay()
 
     async def state(self, name: str, wait_s: float = 0.0) -> DrainState:
         """Return the drain state, after waiting for the last request to leave.
