@@ -15,7 +15,7 @@ from banaserve.base.run_dir import RunDir
 from banaserve.base.types import InstanceId, ModulePlacement
 from banaserve.contracts.rpc.typed_rpc import call
 from banaserve.engine.compat.config import VllmConfig
-from banaserve.migration.worker_api import HostStatus, LinkState, MigrationApi
+from banaserve.migration.worker_api import LinkState, MigrationApi
 from banaserve.serving.instances.cluster import Cluster
 from banaserve.serving.launch.launcher import Launcher
 from banaserve.serving.monitoring import metrics
@@ -39,11 +39,7 @@ IDLE_S = 2.0
 
 
 class GuestMonitor:
-    """Background task beside a coordinator that watches hosts and guests until stopped.
-
-    Args:
-        idle_s: Time a guest without units and moves is kept, in seconds.
-    """
+    """Background task beside a coordinator that watches hosts and guests until stopped."""
 
     def __init__(self, coordinator: Coordinator, idle_s: float = IDLE_S) -> None:
         self._coordinator = coordinator
@@ -103,42 +99,36 @@ class GuestMonitor:
 
     def _take_over(self, host_state: HostState) -> None:
         """Take over the host's own report of its units: it is authoritative."""
-        status = host_state.status
+        status, name = host_state.status, host_state.id
         assert status is not None
         at = {unit.unit_id: unit.guest_id for unit in status.units}
         for guest in self._guests:
-            if guest.host == host_state.id:
+            if guest.host == name:
                 guest.units = {unit for unit, where in at.items() if where == guest.id}
         host_state.instance.set_placements(self._placements(host_state), status.epoch)
-        self._count(host_state.id, status, host_state.link().incarnation)
-
-    def _placements(self, host_state: HostState) -> tuple[ModulePlacement, ...]:
-        found = []
-        for unit in host_state.units(self._guests):
-            size = host_state.num_bytes(unit.modules)
-            parts = unit.modules.as_modules()
-            for part in parts:
-                found.append(
-                    ModulePlacement(
-                        part,
-                        host=InstanceId(host_state.id),
-                        guest=InstanceId(unit.at),
-                        epoch=unit.epoch,
-                        since_s=host_state.since_s.get(unit.unit_id, 0.0),
-                        guest_bytes=size // len(parts),
-                    )
-                )
-        return tuple(found)
-
-    def _count(self, name: str, status: HostStatus, incarnation: int) -> None:
         metrics.UNITS_AWAY.labels(name).set(len(status.units))
         metrics.EPOCH.labels(name).set(status.epoch)
+        incarnation = host_state.link().incarnation
         known, lost, steps = self._counted.get(name, (incarnation, 0, 0))
         if known != incarnation:
             lost = steps = 0
         metrics.GUESTS_LOST.labels(name).inc(max(0, status.guests_lost - lost))
         metrics.STEPS_LOST.labels(name).inc(max(0, status.steps_lost - steps))
         self._counted[name] = incarnation, status.guests_lost, status.steps_lost
+
+    def _placements(self, host_state: HostState) -> tuple[ModulePlacement, ...]:
+        return tuple(
+            ModulePlacement(
+                part,
+                host=InstanceId(host_state.id),
+                guest=InstanceId(unit.at),
+                epoch=unit.epoch,
+                since_s=host_state.since_s.get(unit.unit_id, 0.0),
+                guest_bytes=host_state.num_bytes(unit.modules) // len(unit.modules.as_modules()),
+            )
+            for unit in host_state.units(self._guests)
+            for part in unit.modules.as_modules()
+        )
 
     async def _end_lost_guests(self, host_state: HostState) -> None:
         """Kill guests that their host has given up: such a guest may still run, stalled."""

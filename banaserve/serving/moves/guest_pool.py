@@ -42,7 +42,6 @@ class GuestHandle:
     Attributes:
         pids: Process ids in the order of the ranks.
         moves: Ids of moves that are under way to the guest.
-        units: Ids of units that run in the guest.
         idle_since_s: Time since which the guest has had no move and no unit, on the event loop's
             clock; None while it has any.
         detached_s: Time at which its host detached it, on the event loop's clock; the guest then
@@ -81,7 +80,7 @@ class GuestHandle:
 
     @property
     def can_take(self) -> bool:
-        """Return whether another unit may be moved here: a guest takes one unit at a time."""
+        """True if another unit may be moved here: a guest takes one unit at a time."""
         return not self.moves and self.detached_s is None
 
     def kill(self) -> None:

@@ -102,19 +102,11 @@ class HostState:
         if self.status is None:
             return []
         found = []
-        for unit in self.status.units:
-            guest = guests.get(unit.guest_id)
+        for one in self.status.units:
+            guest = guests.get(one.guest_id)
             at = guest.target if guest is not None else "?"
-            found.append(
-                RemoteUnit(
-                    unit.unit_id,
-                    unit.modules,
-                    at,
-                    unit.guest_id,
-                    unit.epoch,
-                    unit.num_older_blocks,
-                )
-            )
+            of_unit = (one.guest_id, one.epoch, one.num_older_blocks)
+            found.append(RemoteUnit(one.unit_id, one.modules, at, *of_unit))
         return found
 
     # ---- the scheduler's pool

@@ -32,17 +32,8 @@ async def placement_of(coordinator: Coordinator) -> ClusterPlacement:
     """Ask every instance for its placement; an error becomes its ``migration_blocker``."""
     found = await asyncio.gather(*(_of(coordinator, h) for h in coordinator.hosts.values()))
     guests = [
-        GuestStatus(
-            guest.id,
-            guest.host,
-            guest.target,
-            guest.pids,
-            guest.num_bytes,
-            guest.busy_fraction,
-            guest.share,
-            guest.way,
-        )
-        for guest in coordinator.guests
+        GuestStatus(g.id, g.host, g.target, g.pids, g.num_bytes, g.busy_fraction, g.share, g.way)
+        for g in coordinator.guests
     ]
     return ClusterPlacement(list(found), guests, coordinator.recent())
 
@@ -52,7 +43,6 @@ async def _of(coordinator: Coordinator, host_state: HostState) -> InstancePlacem
     state = "ready" if instance.is_ready else "down"
     try:
         status = await host_state.refresh(memory=True)
-        kv_bytes_here = host_state.kv.resident_bytes or 0
         num_blocks = await host_state.link().pool_blocks()
     except BanaServeError as reason:
         return InstancePlacement(
@@ -68,8 +58,8 @@ async def _of(coordinator: Coordinator, host_state: HostState) -> InstancePlacem
         num_layers=facts.num_layers,
         num_kv_heads=facts.num_kv_heads,
         num_blocks=num_blocks,
-        blocks_gained=num_blocks - host_state.kv.num_blocks,
-        kv_bytes=kv_bytes_here,
+        blocks_gained=num_blocks - status.kv.num_blocks,
+        kv_bytes=status.kv.resident_bytes or 0,
         units=_units(coordinator, host_state),
         guests_lost=status.guests_lost,
         steps_lost=status.steps_lost,
@@ -104,9 +94,6 @@ def predicted_slow_down(busy_fraction: float) -> float:
     """Return the predicted factor of a step's duration beside guests, 1 without guests.
 
     Work on a device that others use for a fraction b of the time runs at 1 - b of its speed.
-
-    Args:
-        busy_fraction: Fraction of the time that the guests compute, in [0, 1].
     """
     return 1.0 / (1.0 - min(busy_fraction, _MOST_BUSY))
 
