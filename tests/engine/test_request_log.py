@@ -136,7 +136,7 @@ def test_events_of_one_request_are_bounded_and_its_end_is_always_told() -> None:
         for _ in range(MAX_EVENTS + 3):
             notes.note(LegBegan("whole", "d0", "s-1"), "s-1", 1)
     assert len(notes.events()) == MAX_EVENTS + 1
-    assert isinstance(notes.events()[-1][1], RequestEnded)
+    assert isinstance(notes.events()[-1].event, RequestEnded)
     assert (notes.num_dropped, len(notes.legs)) == (3, MAX_EVENTS)
 
 

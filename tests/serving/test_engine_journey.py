@@ -22,7 +22,6 @@ from vllm.v1.metrics.stats import IterationStats
 
 from banaserve.base.clock import WallClock
 from banaserve.base.types import InstanceId, RequestView, Route
-from banaserve.contracts.trace_events import TraceLine
 from banaserve.engine.compat import engine as compat
 from banaserve.engine.connector.handover import Handover
 from banaserve.engine.continuation import output_of, with_output
@@ -240,11 +239,7 @@ async def test_a_death_in_mid_stream_is_seen_in_the_parts_of_its_time() -> None:
         await reader.read()
     notes = work.notes
     notes.end("length")
-    lines = [
-        TraceLine(one.at_s - notes.arrived_s, FRONT_DOOR, one.event, one.leg_id)
-        for one in notes.events()
-    ]
-    spans = spans_of(notes.summary(), lines)
+    spans = spans_of(notes.summary(), notes.events())
     found = [(one.name, one.process, bool(one.error)) for one in spans]
     assert found == [
         ("prefill", "p0", False),

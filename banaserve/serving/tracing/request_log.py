@@ -23,8 +23,10 @@ from banaserve.contracts.trace_events import (
     RequestSummary,
     RouteCandidate,
     Routed,
+    TraceLine,
 )
 from banaserve.serving.monitoring import metrics
+from banaserve.serving.tracing.spans import FRONT_DOOR
 
 OBSERVED_REQUESTS = 20_000
 """Number of requests kept for policies, which compare a load with earlier requests.
@@ -79,30 +81,16 @@ class TracedLeg(NamedTuple):
     """A leg whose notes its engine can be asked for.
 
     Attributes:
-        incarnation: Incarnation of the instance, which loses its notes when it is restarted.
+        life: Instance and incarnation: a restarted instance has lost its notes.
         name: Engine's id of the request, or the common stem of several ids (with n > 1).
     """
 
-    instance: str
-    incarnation: int
+    life: tuple[str, int]
     name: str
 
     @property
-    def life(self) -> tuple[str, int]:
-        """Instance and incarnation."""
-        return self.instance, self.incarnation
-
-
-class Noted(NamedTuple):
-    """An event of the front door.
-
-    Attributes:
-        leg_id: Engine's id of the leg, or id of its sequence; empty for the whole request.
-    """
-
-    at_s: float
-    event: FrontEvent
-    leg_id: str = ""
+    def instance(self) -> str:
+        return self.life[0]
 
 
 class RequestNotes:
@@ -110,7 +98,6 @@ class RequestNotes:
 
     Args:
         request_id: Id of the request that the client sees.
-        call: HTTP request, or other call, that the request came with.
 
     Attributes:
         tokens_so_far: Function that returns the number of tokens sent to the client.
@@ -155,7 +142,7 @@ class RequestNotes:
         if isinstance(event, FirstToken):  # noted again where the answer starts over
             self.first_token_s = at_s
         elif isinstance(event, LegBegan) and len(self.legs) < MAX_EVENTS:
-            self.legs.append(TracedLeg(event.instance, incarnation, leg_id))
+            self.legs.append(TracedLeg((event.instance, incarnation), leg_id))
         if len(self._events) < MAX_EVENTS:
             self._events.append((at_s, event, leg_id))
         else:
@@ -174,13 +161,18 @@ class RequestNotes:
         counted = how if how in _COUNTED_ENDS else "other"
         metrics.LATENCY_S.labels(counted).observe(ended_s - self.arrived_s, exemplar)
 
-    def events(self) -> list[Noted]:
-        """Return the events in the order in which they happened."""
-        found = [
-            Noted(at_s, event.event() if isinstance(event, SeenRoute) else event, leg_id)
-            for at_s, event, leg_id in self._events
+    def events(self) -> list[TraceLine]:
+        """Return the events in the order in which they happened; times begin with the arrival."""
+        found = [*self._events, (*self.ended, "")] if self.ended is not None else self._events
+        return [
+            TraceLine(
+                at_s - self.arrived_s,
+                FRONT_DOOR,
+                event.event() if isinstance(event, SeenRoute) else event,
+                leg_id,
+            )
+            for at_s, event, leg_id in found
         ]
-        return [*found, Noted(*self.ended)] if self.ended is not None else found
 
     def observed(self) -> ObservedRequest:
         """Return what a policy may know of the request; its instance is that of its last leg."""
@@ -235,11 +227,7 @@ class RequestLog:
     def following(
         self, request_id: str, prompt_tokens: int, call: HttpCall
     ) -> Iterator[RequestNotes]:
-        """Keep notes of a request that has arrived, until the block ends for any reason.
-
-        Args:
-            call: HTTP request, or other call, that the request came with, on the clock of the log.
-        """
+        """Keep notes of a request that has arrived by ``call``, until the block ends."""
         notes = RequestNotes(self._clock, request_id, prompt_tokens, call)
         self._open[id(notes)] = notes
         how, error = "closed", ""

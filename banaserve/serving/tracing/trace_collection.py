@@ -38,7 +38,6 @@ class TraceCollector:
     """Collector of the engines' notes of requests.
 
     Args:
-        instances: Instances by id.
         clock: Clock of the front door's notes.
         moves: Function that returns the last committed moves, each with the time at which its host
             continued.
@@ -81,10 +80,7 @@ class TraceCollector:
         moves: Iterable[tuple[float, MoveCommitted]],
     ) -> RequestTrace:
         arrived_s = notes.arrived_s
-        lines = [
-            TraceLine(one.at_s - arrived_s, FRONT_DOOR, one.event, one.leg_id)
-            for one in notes.events()
-        ]
+        lines = notes.events()
         missing = _dropped(FRONT_DOOR, notes.num_dropped)
         for leg in dict.fromkeys(notes.legs):
             answer = _of_leg(leg, known[leg.life])
