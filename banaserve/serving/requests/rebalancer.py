@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from banaserve.base.clock import Clock
-from banaserve.base.types import InstanceId, OutputLengths, Role
+from banaserve.base.types import InstanceId, OutputLengths
 from banaserve.orchestrator.control.rebalancing import (
     DecodeLoad,
     RebalanceOptions,
@@ -34,7 +34,6 @@ class Rebalancer:
     Args:
         output_lengths: Function that returns the lengths of the last answers; None before the first
             answer has ended.
-        options: Thresholds and times of the decision.
         note: Function called with the streams to leave each instance, before they leave.
     """
 
@@ -79,7 +78,8 @@ class Rebalancer:
         num_moved, begun = 0, self._begun
         self._begun = set()
         for role in self._options.roles:
-            loads = list(self._loads(role))
+            instances = self._cluster.instances.values()
+            loads = [self._load(i) for i in instances if i.role is role and i.takes_requests]
             now_s = asyncio.get_running_loop().time()
             remaining = remaining_tokens(self._output_lengths())
             moves = choose_moves(loads, now_s, self._options, remaining, begun)
@@ -90,20 +90,11 @@ class Rebalancer:
                 instance = self._cluster.instances[source]
                 for stream in streams:
                     instance.move_stream(stream.key)
-                num_waiting = sum(stream.is_waiting for stream in streams)
-                logger.info(
-                    "%d streams leave instance %s, %d of which had not begun there",
-                    len(streams),
-                    source,
-                    num_waiting,
-                )
-                num_moved += len(streams)
+                num, num_waiting = len(streams), sum(stream.is_waiting for stream in streams)
+                words = "%d streams leave instance %s, %d of which had not begun there"
+                logger.info(words, num, source, num_waiting)
+                num_moved += num
         return num_moved
-
-    def _loads(self, role: Role) -> Iterator[DecodeLoad]:
-        for instance in self._cluster.instances.values():
-            if instance.role is role and instance.takes_requests:
-                yield self._load(instance)
 
     def _load(self, instance: Instance) -> DecodeLoad:
         view = instance.view()

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from banaserve.base.types import NO_LIMITS, RequestLimits, Route
+from banaserve.base.types import NO_LIMITS, InstanceId, RequestLimits, Route
 from banaserve.engine.compat import engine as compat
 from banaserve.engine.compat.requests import RequestOutput, RequestOutputKind, SamplingParams
 from banaserve.serving.instances.instance import Instance
@@ -44,12 +44,6 @@ class Prediction(NamedTuple):
     route: Route
     routed_s: float
 
-    def observe(self, what: str, predicted_s: float | None, measured_s: float) -> None:
-        """Compare a predicted time with the measured one."""
-        if predicted_s is not None and measured_s > 0:
-            legs = "one_leg" if self.route.prefill is None else "two_legs"
-            metrics.PREDICTED.labels(what, legs).observe(predicted_s / measured_s)
-
 
 @dataclass
 class RequestContext:
@@ -57,11 +51,7 @@ class RequestContext:
 
     Attributes:
         request: Request of one sequence: tokenised, validated, with its id.
-        prompt_text: Text of the prompt; None if unknown.
-        blockers: Reasons why the request cannot take the usual way over two instances.
         deadline: Deadline on the event loop's clock, in seconds.
-        notes: Events of the request, for ``banaserve trace``.
-        limits: Latency limits that the request specifies.
         uncached_tokens: Estimated number of prompt tokens that the store does not have.
         index: Index of the sequence; sequence 0 counts as the request, in metrics and notes.
         sequences: Counts of all sequences of the same request.
@@ -76,6 +66,10 @@ class RequestContext:
         first_sent_s: Time of the first output to the client, on the event loop's clock, in seconds;
             None before that.
         aborted: True if the request was aborted by its id; it ends with the output so far.
+        is_first_try: True if no earlier attempt to run the request has failed.
+        dead: Instance that died last under the request; None for none, or if it has been removed.
+        avoided: Instance that the rebalancer has just moved the request away from; None for none.
+        moved_s: Time of that move on the event loop's clock, in seconds; None for none.
     """
 
     request: compat.EngineCoreRequest
@@ -96,6 +90,10 @@ class RequestContext:
     prediction: Prediction | None = None
     first_sent_s: float | None = None
     aborted: bool = False
+    is_first_try: bool = True
+    dead: Instance | None = None
+    avoided: InstanceId | None = None
+    moved_s: float | None = None
     _num_ids: int = 0
 
     @property
@@ -128,7 +126,6 @@ class RequestContext:
 
     @property
     def num_output_tokens(self) -> int:
-        """Number of output tokens so far."""
         return len(self.tokens_so_far)
 
     @property
@@ -173,10 +170,15 @@ class RequestContext:
         if self.params.output_kind is RequestOutputKind.FINAL_ONLY or first_s is None:
             return
         if is_first:
-            prediction.observe("ttft", route.ttft_s, first_s - prediction.routed_s)
+            what, predicted_s, measured_s = "ttft", route.ttft_s, first_s - prediction.routed_s
         elif is_last and (more := self.num_output_tokens - 1) > 0:
             took_s = asyncio.get_running_loop().time() - first_s
-            prediction.observe("tpot", route.tpot_s, took_s / more)
+            what, predicted_s, measured_s = "tpot", route.tpot_s, took_s / more
+        else:
+            return
+        if predicted_s is not None and measured_s > 0:
+            legs = "one_leg" if route.prefill is None else "two_legs"
+            metrics.PREDICTED.labels(what, legs).observe(predicted_s / measured_s)
 
     def take_other_id(self) -> None:
         """Continue under a new id, since the previous engine may be in the middle of a step.

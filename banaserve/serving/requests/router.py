@@ -96,8 +96,6 @@ class Router:
         self.residency = Residency(block_tokens)
         self.cluster.supervisor.on_ended.append(self.residency.forget)
 
-    # ---- routing
-
     async def route(
         self,
         asked: RequestView,
@@ -130,7 +128,10 @@ class Router:
             try:
                 route = self.policy.route(asked, seen)
             except PolicyError as failure:
-                self._log(failure)
+                # Later failures are logged without a traceback.
+                cause = None if self._has_shown_failure else failure.__cause__
+                self._has_shown_failure = True
+                logger.error("%s", failure, exc_info=cause)
                 error = GracefulHTTPError(str(failure), HTTPStatus.INTERNAL_SERVER_ERROR)
                 raise error from None
             except NoInstanceError as nobody:
@@ -152,16 +153,11 @@ class Router:
             prefill = None if route.prefill is None else known[route.prefill]
             return RoutedLegs(asked, route, prefill, known[route.decode])
 
-    def _view(self) -> ClusterView:
-        return ClusterView(
-            now_s=self._clock.now(),
-            instances=self.cluster.views(),
-            output_lengths=self.output_lengths.lengths,
-        )
-
     def _view_of(self, weights: str) -> ClusterView:
         """Return the view for a request that began with ``weights``: one generation only."""
-        view, found = self._view(), {one.weights for one in self.cluster.instances.values()}
+        views, lengths = self.cluster.views(), self.output_lengths.lengths
+        view = ClusterView(now_s=self._clock.now(), instances=views, output_lengths=lengths)
+        found = {one.weights for one in self.cluster.instances.values()}
         is_replacing = self.cluster.is_replacing
         if not is_replacing and (len(found) < 2 if not weights else found == {weights}):
             return view
@@ -171,12 +167,6 @@ class Router:
         chosen = candidates(instances, weights)
         seen = {name: replace(view.instances[name], ready=True) for name in sorted(chosen)}
         return replace(view, instances=seen)
-
-    def _log(self, failure: PolicyError) -> None:
-        """Log one line for each failure of the policy; the first one with a traceback."""
-        cause = None if self._has_shown_failure else failure.__cause__
-        self._has_shown_failure = True
-        logger.error("%s", failure, exc_info=cause)
 
 
 class Residency:
