@@ -7,11 +7,7 @@ from typing import NamedTuple
 
 
 class Inflight(NamedTuple):
-    """Counts of the legs in flight at an instance: sent and not ended. See ``InstanceView``.
-
-    Attributes:
-        tokens: Number of tokens that the legs had when they were sent.
-    """
+    """Counts of the legs in flight at an instance: sent and not ended. See ``InstanceView``."""
 
     requests: int = 0
     tokens: int = 0

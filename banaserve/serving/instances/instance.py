@@ -191,12 +191,7 @@ class Instance:
         return {name: f"{stem}.{name[0]}" for name in ("handshake", "input", "output")}
 
     async def _unless_ended(self, work: asyncio.Future[T], timeout_s: float | None = None) -> T:
-        """Return the result of ``work``; raise InstanceDeadError if the engine ends first.
-
-        Args:
-            work: Task or future; cancelled if it is not done in time.
-            timeout_s: Maximum wait, in seconds; None to wait until the engine has ended.
-        """
+        """Return the result of ``work``; cancel it if the engine ends or time is over first."""
         ended = asyncio.create_task(self.wait_ended())
         waited: set[asyncio.Future[Any]] = {work, ended}
         try:
@@ -267,8 +262,7 @@ class Instance:
 
         The remaining legs move elsewhere or end here; the engine's process still runs.
         """
-        self.state = State.STARTING
-        self.settings = settings
+        self.state, self.settings = State.STARTING, settings
         for leg in list(self._legs.values()):
             leg.move(DRAINED)
 
@@ -336,6 +330,11 @@ class Instance:
         ]
 
     @property
+    def num_movable(self) -> int:
+        """Number of the instance's streams that can continue elsewhere."""
+        return sum(leg.continues for leg in self._legs.values())
+
+    @property
     def num_streams(self) -> int:
         """Number of the instance's legs whose prompts have been computed, here or elsewhere."""
         return self.inflight_requests - sum(leg.is_prompt for leg in self._legs.values())
@@ -344,11 +343,6 @@ class Instance:
         """Move one of ``streams`` elsewhere, unless it has ended meanwhile."""
         if (leg := self._legs.get(key)) is not None:  # type: ignore[call-overload]
             leg.move(REBALANCED)
-
-    @property
-    def num_movable(self) -> int:
-        """Number of the instance's streams that can continue elsewhere."""
-        return sum(leg.continues for leg in self._legs.values())
 
     def view(self, far: Mapping[InstanceId, Distance | None] = NO_WAYS) -> InstanceView:
         """Return the instance as policies see it, with distances to instances elsewhere."""
@@ -390,10 +384,7 @@ class Instance:
         self._placements, self._epoch = placements, epoch
 
     async def take_budget(self, role: Role, step_tokens: int = 0) -> None:
-        """Set the engine's budget to that of ``role``, from its next step on.
-
-        Args:
-            step_tokens: Maximum number of tokens of a step; 0 for the default of the role.
+        """Set the engine's budget to that of ``role``, from its next step on; see ``Budgets.give``.
 
         Raises:
             NoAnswerError: The engine does not answer; it may have the new budget or the old one.

@@ -28,9 +28,7 @@ class Devices:
         return self._given.get(instance_id)
 
     def reserve(self, instance_id: str) -> None:
-        """Give an instance the next free devices, unless it already has some.
-
-        Has no effect on CPU.
+        """Give an instance the next free devices, unless it already has some; nothing on CPU.
 
         Raises:
             MigrationError: There are not enough free devices.

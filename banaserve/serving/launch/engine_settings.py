@@ -31,7 +31,6 @@ class Budgets:
 
     Args:
         given: Budget by role; 0 in a budget stands for the engine's own number.
-        config: vLLM's configuration of the engines.
 
     Raises:
         UserError: A budget exceeds what the engines are made for, or allows fewer tokens than
@@ -45,7 +44,6 @@ class Budgets:
 
     @classmethod
     def of(cls, config: ServeConfig, engine: VllmConfig) -> Budgets:
-        """Return the budgets that ``banaserve serve`` was given."""
         given = {Role.PREFILL: config.prefill_budget, Role.DECODE: config.decode_budget}
         return cls(given, engine)
 
@@ -56,11 +54,7 @@ class Budgets:
         """Return the budget of ``role`` with steps of ``step_tokens`` tokens, as near as possible.
 
         A step has room for one token of each running request, and at most for the number of tokens
-        that the engines are made for.
-
-        Args:
-            role: Role of the instance.
-            step_tokens: Maximum number of tokens of a step; 0 for the default of the role.
+        that the engines are made for. With 0 ``step_tokens``, steps are those of the role.
         """
         budget = self.of_role(role)
         if not step_tokens:
@@ -74,8 +68,6 @@ class Budgets:
         """Set the budget of the engine behind ``llm`` to that of ``role``, from its next step on.
 
         Args:
-            llm: Client of the engine.
-            role: Role of the instance.
             step_tokens: Maximum number of tokens of a step; 0 for the default of the role.
             always: True to send the budget even if no role has a budget of its own.
 
@@ -120,7 +112,6 @@ class RoleEngine(NamedTuple):
     """Configuration of the engines of a role.
 
     Attributes:
-        config: vLLM's configuration.
         argv: vLLM's options that ``config`` was made from; empty for those that the launcher was
             made with.
     """

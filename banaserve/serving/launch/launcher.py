@@ -80,7 +80,6 @@ class Launcher(ABC):
         """Return the place at which instance ``host`` can reach a guest beside ``target``.
 
         Args:
-            transport: Name of the wanted transport.
             sockets: Private folder of the run.
 
         Raises:
@@ -92,10 +91,7 @@ class Launcher(ABC):
             return GuestPlace(tcp_address(unused), transport, str(sockets))
 
     async def open(self, say: Callable[[str], None]) -> None:
-        """Prepare all that engines need to start.
-
-        Args:
-            say: Function called with each line of progress, for people.
+        """Prepare all that engines need to start; ``say`` gets each line of progress, for people.
 
         Raises:
             UserError: A machine cannot be reached, or the machines have no room.
@@ -119,10 +115,7 @@ class Launcher(ABC):
         return []
 
     def num_free_places(self) -> int | None:
-        """Return the number of further instances that fit on the nodes.
-
-        None if engines run on this machine, whose memory decides.
-        """
+        """Return how many more instances fit on the nodes; None on this machine: memory decides."""
         return None
 
     async def gained(self) -> list[str]:
@@ -185,9 +178,7 @@ class Launcher(ABC):
         return ""
 
     def reserve(self, instance_id: str) -> None:
-        """Reserve devices or a place for an instance that is to be added.
-
-        Instances on a CPU share its processors, and reserve nothing.
+        """Reserve devices or a place for an instance that is to be added; nothing on a CPU.
 
         Raises:
             MigrationError: None is free.
@@ -211,10 +202,6 @@ class ForkLauncher(Launcher):
 
     A parent that does not answer keeps its engines, which may be fine, and is ended after the last
     of them has ended.
-
-    Args:
-        parent: First engine parent.
-        start_parent: Function that starts another engine parent.
     """
 
     def __init__(

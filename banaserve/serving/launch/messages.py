@@ -38,12 +38,7 @@ class StartEngine(msgspec.Struct, tag=True, frozen=True):
 
 
 class StartGuest(msgspec.Struct, tag=True, frozen=True):
-    """Order to start a guest that answers at ``address`` and logs to ``log_path``.
-
-    Attributes:
-        vllm_argv: vLLM's options of the host's engine, as in ``StartEngine``.
-        until_s: Time limit, as in ``StartEngine``.
-    """
+    """Order to start a guest that answers at ``address``; see ``StartEngine``."""
 
     address: GuestAddress
     log_path: str
@@ -63,11 +58,7 @@ class ParentLaunch(msgspec.Struct, tag=True, frozen=True):
 
 
 class Started(msgspec.Struct, tag=True, frozen=True):
-    """Answer to an order.
-
-    Attributes:
-        name: Id of the instance, or of the guest.
-    """
+    """Answer to an order: ``name`` is the id of the instance, or of the guest."""
 
     name: str
     pid: int
@@ -120,8 +111,6 @@ def spawn(
 
     Args:
         launch: Order or description of what the process is to be.
-        environment: Environment of the process.
-        pass_fds: File descriptors that the process inherits.
         in_session: True if the process stays in this process's session.
 
     Raises:

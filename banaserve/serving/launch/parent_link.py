@@ -33,7 +33,6 @@ class ParentLink:
 
     Args:
         control: Socket end of this process; the parent takes orders from the other end.
-        pid: Process id of the parent, a child of this process.
         process: Owner of the child process; None if it was forked here.
     """
 

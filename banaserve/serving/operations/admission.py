@@ -41,7 +41,13 @@ class Admission:
         """
         try:
             async with asyncio.timeout(_ANSWER_S):
-                self._check_length(instance)
+                assert instance.llm is not None
+                has = instance.llm.vllm_config.model_config.max_model_len
+                if has < (wanted := self._client.model_config.max_model_len):
+                    raise InstanceDeadError(
+                        f"the new engine of {instance.id} has a context of {has} tokens, and the "
+                        f"front door takes prompts of up to {wanted}"
+                    )
                 await self._check_answer(instance)
                 await self._add_lookup(instance)
         except TimeoutError:
@@ -59,16 +65,6 @@ class Admission:
     def forget(self, weights: str) -> None:
         """Stop looking up blocks of all weights other than ``weights``."""
         self._lookups.keep_only(weights)
-
-    def _check_length(self, instance: Instance) -> None:
-        assert instance.llm is not None
-        has = instance.llm.vllm_config.model_config.max_model_len
-        wanted = self._client.model_config.max_model_len
-        if has < wanted:
-            raise InstanceDeadError(
-                f"the new engine of {instance.id} has a context of {has} tokens, and the front "
-                f"door takes prompts of up to {wanted}"
-            )
 
     async def _check_answer(self, instance: Instance) -> None:
         """Check that a token's log probability is finite: wrong weights may load without error."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable
 
 from banaserve.base.clock import Clock
 from banaserve.base.errors import BanaServeError
-from banaserve.base.types import ClusterView, Role
+from banaserve.base.types import ClusterView
 from banaserve.orchestrator.control.autoscaling import (
     AutoscaleOptions,
     LoadsSince,
@@ -29,7 +28,6 @@ class Autoscaler:
     """Autoscaler of a cluster; a step begins only when the previous one has ended.
 
     Args:
-        view: Function that returns the current view of the cluster.
         may_act: Function that returns whether a step may begin; False while a person has paused the
             orchestrator.
         interval_s: Time between two checks of the load, in seconds.
@@ -96,9 +94,5 @@ class Autoscaler:
 def _wanted(step: ScaleStep, view: ClusterView, by_role: bool) -> InstanceCounts:
     if not by_role:
         return InstanceCounts(total=len(view.instances) + step.change)
-    number = Counter(one.role for one in view.instances.values())[step.role] + step.change
-    return {
-        Role.PREFILL: InstanceCounts(prefill=number),
-        Role.DECODE: InstanceCounts(decode=number),
-        Role.COLOCATED: InstanceCounts(colocated=number),
-    }[step.role]
+    number = sum(one.role is step.role for one in view.instances.values()) + step.change
+    return InstanceCounts(**{step.role.value: number})

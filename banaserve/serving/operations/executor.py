@@ -117,16 +117,14 @@ def foreign_step(migration: Migration, coordinator: Coordinator) -> Step:
 
     The step keeps its instances out of other moves; its effect is seen once it is done.
     """
-    host_state = coordinator.hosts[InstanceId(migration.host)]
-    units = host_state.moving.get(migration.id, ())
-    moving = [module for unit in units for module in unit.as_modules()]
-    module = moving[0] if moving else Module(0, 0)
-    host = InstanceId(migration.host)
+    host = guest = InstanceId(migration.host)
+    host_state = coordinator.hosts[host]
+    moving = host_state.moving.get(migration.id, ())
+    module = next((module for unit in moving for module in unit.as_modules()), Module(0, 0))
     if migration.to is not None:
         return Step(MoveModule(host, InstanceId(migration.to), module, 0), (), 0.0, 0.0, 0.0)
-    guest = host
     for unit in host_state.units(coordinator.guests):
-        if any(overlap(m, unit.modules) for m in host_state.moving.get(migration.id, ())):
+        if any(overlap(one, unit.modules) for one in moving):
             guest = InstanceId(unit.at)
     return Step(ReturnModule(host, guest, module, 0), (), 0.0, 0.0, 0.0)
 
@@ -150,8 +148,7 @@ class MoveExecutor:
     """Executor of one front door; see ``contracts.instances.Executor``.
 
     Args:
-        kv_growth: Maximum number of KV blocks of an instance, as a multiple of the number at the
-            start.
+        kv_growth: See ``instance_facts``.
         requests: Function that returns the requests under way and those that arrived since a time
             of ``clock``; None if the policy uses no requests.
     """
@@ -222,13 +219,11 @@ class MoveExecutor:
             return Known(None)
         can_move = self._migration_blockers.get(name) == ""
         key = (name, instance.incarnation, can_move)
+        config, host_state = llm.vllm_config, self._coordinator.hosts[name]
         if key not in self._facts:
-            found = instance_facts(
-                llm.vllm_config, self._coordinator.facts, self._kv_growth, can_move
-            )
-            self._facts[key] = with_device(found, llm.vllm_config, name)
-        host_state = self._coordinator.hosts[name]
-        blocks = (llm.vllm_config.cache_config.num_gpu_blocks or 0) + host_state.grown_blocks
+            found = instance_facts(config, self._coordinator.facts, self._kv_growth, can_move)
+            self._facts[key] = with_device(found, config, name)
+        blocks = (config.cache_config.num_gpu_blocks or 0) + host_state.grown_blocks
         parts = host_state.max_microbatches
         overlap = instance.board.meter.overlap_fraction(parts) if parts > 1 else None
         return Known(self._facts[key], blocks, overlap)
@@ -241,9 +236,8 @@ class MoveExecutor:
                 steps.append(foreign_step(migration, self._coordinator))
         for change in self._roles.recent():
             if change.is_open and change.id not in self._own_ids:
-                action = SwitchRole(
-                    InstanceId(change.instance), Role(change.old), Role(change.role)
-                )
+                old, new = Role(change.old), Role(change.role)
+                action = SwitchRole(InstanceId(change.instance), old, new)
                 steps.append(Step(action, (), 0.0, 0.0, 0.0))
         return steps
 
@@ -273,13 +267,8 @@ class MoveExecutor:
 
     async def _switch(self, action: SwitchRole, step: Step) -> StepOutcome:
         # Draining may cost as much as the policy assumed when it decided on the switch.
-        change = self._roles.begin(
-            action.instance,
-            action.role.value,
-            step.timeout_s,
-            drain_s=step.cost_s,
-            step_tokens=action.step_tokens,
-        )
+        role, timeout_s, tokens = action.role.value, step.timeout_s, action.step_tokens
+        change = self._roles.begin(action.instance, role, timeout_s, step.cost_s, tokens)
         self._own_ids.add(change.id)
         try:
             await self._roles.wait(change.id)
@@ -329,10 +318,8 @@ class MoveExecutor:
         learnt = [meter.call_s for meter in meters if meter.call_s is not None]
         if learnt:
             self._hop_s = median(learnt) / 2
-        return eased(link_of(self._transfer, self._hop_s), _FIRST_LINK, self._learnt_age_s())
-
-    def _learnt_age_s(self) -> float:
-        return self._clock.now() - self._learnt_s
+        age_s = self._clock.now() - self._learnt_s
+        return eased(link_of(self._transfer, self._hop_s), _FIRST_LINK, age_s)
 
     def _learn(self) -> None:
         """Take every completed migration as a measurement, including one begun by hand."""

@@ -25,9 +25,6 @@ class NodeChanges(Operations[NodeChange]):
     A joining node is checked like the nodes at the server's start. It has no instance at first; the
     next instance that a person or the policy adds is placed there. A leaving node gets no more
     instances, and is given back once its instances have been removed.
-
-    Args:
-        scaler: Scaler, which removes the instances of a leaving node.
     """
 
     def __init__(self, launcher: Launcher, scaler: Scaler, cluster: Cluster, clock: Clock) -> None:
@@ -59,7 +56,6 @@ class NodeChanges(Operations[NodeChange]):
         """Begin to add a node.
 
         Args:
-            address: Address of the node.
             why: Reason for an addition that no person requested; empty otherwise.
 
         Raises:
@@ -80,7 +76,6 @@ class NodeChanges(Operations[NodeChange]):
         """Begin to drain a node and to give it back.
 
         Args:
-            name: Name of the node.
             timeout_s: Maximum time for each of its instances to end its requests, in seconds.
             are_replaced: True to add as many instances on other nodes first.
 
@@ -90,12 +85,10 @@ class NodeChanges(Operations[NodeChange]):
         """
         self._check_free()
         self._launcher.hold_node(name, is_held=True)
-        scaling_id = ""
         try:
             if len(self.nodes()) == 1:
                 raise MigrationError(f"node {name} is the server's last one: add another one first")
-            if leaving := self._instances_of(name):
-                scaling_id = self._begin_leaving(name, leaving, timeout_s, are_replaced)
+            scaling_id = self._begin_leaving(name, timeout_s, are_replaced)
         except BaseException:
             self._launcher.hold_node(name, is_held=False)
             raise
@@ -111,13 +104,12 @@ class NodeChanges(Operations[NodeChange]):
                 f"node {last.node} is {last.state}: wait for the end of {last.id}, or abort it"
             )
 
-    def _instances_of(self, name: str) -> list[InstanceId]:
-        found = next(node for node in self.nodes() if node.name == name)
-        return [InstanceId(one) for one in found.instances if one in self._cluster.instances]
-
-    def _begin_leaving(
-        self, name: str, leaving: list[InstanceId], timeout_s: float, are_replaced: bool
-    ) -> str:
+    def _begin_leaving(self, name: str, timeout_s: float, are_replaced: bool) -> str:
+        """Begin to remove a node's instances; return the scaling's id, or nothing without any."""
+        node = next(node for node in self.nodes() if node.name == name)
+        leaving = [InstanceId(one) for one in node.instances if one in self._cluster.instances]
+        if not leaving:
+            return ""
         try:
             return self._scaler.begin_leaving(
                 leaving, timeout_s, f"node {name}", are_replaced=are_replaced

@@ -40,12 +40,10 @@ class RollingRestarts(Operations[RollingRestart]):
     """Rolling restarts of all engines, one restart at a time.
 
     Args:
-        settings: Settings of all engines at the start.
         make: Function that makes and checks new settings.
         check: Function that raises InstanceDeadError if a new engine must not serve.
         forget: Function called with the served weights at the end of a restart, so that others can
             be forgotten.
-        request_timeout_s: Time budget of a request, in seconds.
         is_scaling: Function that returns whether instances are being added or removed; then no
             engine is replaced.
 
@@ -215,23 +213,19 @@ class RollingRestarts(Operations[RollingRestart]):
         settings: EngineSettings,
     ) -> None:
         """Return when no request would be lost, or the time for it has passed."""
-        await self._abort_migrations(instance)
+        for migration in self._coordinator.recent():
+            if migration.is_open and migration.host == instance.id:
+                self._coordinator.abort(migration.id)
+                await self._coordinator.wait(migration.id, _ABORT_S)
         until_s = self._clock.now() + self._drain_s
         while True:
             self._check_wanted(restart)
             if can_leave(instance, self._cluster.instances.values()):
                 instance.move_streams()
-            line.num_left = instance.inflight_requests
-            left = line.num_left
+            left = line.num_left = instance.inflight_requests
             if settings.weights == instance.weights:
                 # The remaining movable streams continue in the new engine.
                 left -= instance.num_movable
             if left <= 0 or self._clock.now() >= until_s:
                 return
             await asyncio.sleep(_POLL_S)
-
-    async def _abort_migrations(self, instance: Instance) -> None:
-        for migration in self._coordinator.recent():
-            if migration.is_open and migration.host == instance.id:
-                self._coordinator.abort(migration.id)
-                await self._coordinator.wait(migration.id, _ABORT_S)
