@@ -41,7 +41,7 @@ from banaserve.frontdoor.admin.traces import Traces
 from banaserve.frontdoor.app import ApiServer, ApiServerOptions, make_app
 from banaserve.frontdoor.bodies.bounds import RequestBounds
 from banaserve.frontdoor.bodies.grammar_checker import GrammarChecker
-from banaserve.frontdoor.edge.limits import EdgeLimits, edge_limits
+from banaserve.frontdoor.edge.limits import edge_limits
 from banaserve.frontdoor.lifecycle.closing import ClosingMiddleware, StopSignals, until_none
 from banaserve.frontdoor.lifecycle.listening_socket import FrontSocket
 from banaserve.frontdoor.lifecycle.take_over import Offer, SocketOffer
@@ -110,7 +110,6 @@ class Parts:
         engine_config: vLLM's configuration of every instance.
         args: vLLM's parsed options, for its API server.
         front: Source of the socket that the front door listens on.
-        make_settings: Makes new settings of engines, for rolling restarts.
         instance_bytes: Memory of one instance on a CPU; 0 on GPUs, whose memory is not shared by
             instances.
         time: Description of modelled time for the user; empty in real time.
@@ -188,7 +187,11 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[str], None]) -> None:
             stack.callback(page.viewers.close)
             app = PageMiddleware(app, PageInfo("live", parts.model_name, parts.time))
         sock = await parts.front.obtain(say)
-        server = ApiServer(app, sock, parts.args, _edge_limits(parts.config, say))
+        num_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        limits, problem = edge_limits(parts.config, num_descriptors)
+        if problem:
+            say(problem)
+        server = ApiServer(app, sock, parts.args, limits)
         closed = await server.open()
         await parts.front.serves(say)
         offer = await _offer(stack, parts, sock, server)
@@ -210,7 +213,11 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[str], None]) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await closed
         if cluster.supervisor.failed.is_set() and not signals.stop.is_set():
-            raise InstanceDeadError(_given_up(cluster))
+            [first, *_] = cluster.instances.values()
+            words = cluster.supervisor.last_failure or first.last_words()
+            raise InstanceDeadError(
+                f"no instance can be started again, and all have been given up: {words}"
+            )
 
 
 async def _end_requests(
@@ -237,12 +244,6 @@ async def _end_requests(
             "them; a second signal ends it now"
         )
     await closing.close(drain_s, signals.now, cluster.serving)
-
-
-def _given_up(cluster: Cluster) -> str:
-    """Return one line for the user: all instances have been given up."""
-    words = cluster.supervisor.last_failure or next(iter(cluster.instances.values())).last_words()
-    return f"no instance can be started again, and all have been given up: {words}"
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
@@ -365,14 +366,7 @@ async def _answered(
 
     An engine that dies during a call may never answer it, so a call has a timeout. A call to a
     dead engine fails at once, so each retry follows a pause: doubled each time up to a maximum, of
-    which a random part of up to a half is left out.
-
-    Args:
-        clock: Clock of the pauses; None for the wall clock.
-        draw: Returns a random number in [0, 1).
-
-    Raises:
-        UserError: The instances have not answered any of several calls.
+    which a random part of up to a half is left out: ``draw`` returns a number in [0, 1).
     """
     clock = clock or WallClock()
     for number in range(_NUM_ASKED):
@@ -424,13 +418,6 @@ def _page(
     if not parts.config.ui:
         return None
     return LivePage(control, coordinator, client.requests, WallClock(), _store_stats(parts))
-
-
-def _edge_limits(config: ServeConfig, say: Say) -> EdgeLimits:
-    limits, problem = edge_limits(config, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    if problem:
-        say(problem)
-    return limits
 
 
 def _start_control(
@@ -494,23 +481,12 @@ def _start_control(
         log.add(rebalancing_of(executor.view(), moves, time.time(), options.time))
 
     if config.rebalances and config.kv_store:  # moved streams fetch their KV in the store
-        _start_rebalancer(stack, config, router, note_rebalancing)
+        given = {"tpot_s": float(config.routing_section.get("tpot_s", 0.0))}
+        rebalancing = RebalanceOptions(**stretched(RebalanceOptions, given, config.dilate))
+        rebalancer = Rebalancer(router, rebalancing, clock, note_rebalancing)
+        rebalancer.start()
+        stack.push_async_callback(rebalancer.stop)
     return Control(controller, executor, roles, drains, scaler, router.policy, restarts, nodes)
-
-
-def _start_rebalancer(
-    stack: AsyncExitStack,
-    config: ServeConfig,
-    router: Router,
-    note: Callable[[Mapping[InstanceId, Sequence[Stream]]], None],
-) -> None:
-    given = {"tpot_s": float(config.routing_section.get("tpot_s", 0.0))}
-    options = RebalanceOptions(**stretched(RebalanceOptions, given, config.dilate))
-    rebalancer = Rebalancer(
-        router.cluster, lambda: router.output_lengths.lengths, options, WallClock(), note
-    )
-    rebalancer.start()
-    stack.push_async_callback(rebalancer.stop)
 
 
 def _start_autoscaler(
@@ -570,24 +546,20 @@ def _section(config: ServeConfig, engine_config: VllmConfig) -> dict[str, Any]:
     chosen = config.orchestrator
     if chosen.is_elastic:
         num_tokens, num_requests = own_budget(engine_config)
+        predicts = config.routing_policy == SLO_AWARE
         return {
             "profile": forecast_profile(config),
             "dilation": config.dilate,
             "ttft_s": chosen.slo_ttft_s,
             "tpot_s": chosen.slo_tpot_s,
-            "routing": _forecast_routing(config),
+            # The server's own routing shapes the arrangement only if it predicts times.
+            "routing": config.routing_policy if predicts else ServeConfig().routing_policy,
             "min_step_tokens": min(num_requests, num_tokens),
             "max_step_tokens": num_tokens,
         }
     if chosen.policy in ("still", "elastic"):
         return {}
     return {"min_timeout_s": _MIN_STEP_TIMEOUT_S, "hop_bytes_per_s": _HOP_BYTES_PER_S}
-
-
-def _forecast_routing(config: ServeConfig) -> str:
-    """Return the forecast's routing policy: the server's own if it shapes the arrangement."""
-    usual = ServeConfig().routing_policy
-    return config.routing_policy if config.routing_policy == SLO_AWARE else usual
 
 
 async def _offer(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from banaserve.base.clock import Clock
-from banaserve.base.types import InstanceId, OutputLengths
+from banaserve.base.types import InstanceId
 from banaserve.orchestrator.control.rebalancing import (
     DecodeLoad,
     RebalanceOptions,
@@ -17,8 +17,8 @@ from banaserve.orchestrator.control.rebalancing import (
     decode_load_of,
     remaining_tokens,
 )
-from banaserve.serving.instances.cluster import Cluster
 from banaserve.serving.instances.instance import Instance
+from banaserve.serving.requests.router import Router
 
 logger = logging.getLogger(__name__)
 _STALE_S = 5.0
@@ -32,21 +32,18 @@ class Rebalancer:
     instances that do both.
 
     Args:
-        output_lengths: Function that returns the lengths of the last answers; None before the first
-            answer has ended.
         note: Function called with the streams to leave each instance, before they leave.
     """
 
     def __init__(
         self,
-        cluster: Cluster,
-        output_lengths: Callable[[], OutputLengths | None],
+        router: Router,
         options: RebalanceOptions,
         clock: Clock,
         note: Callable[[Mapping[InstanceId, Sequence[Stream]]], None],
     ) -> None:
-        self._cluster = cluster
-        self._output_lengths = output_lengths
+        self._cluster = router.cluster
+        self._output_lengths = router.output_lengths
         self._options = options
         self._clock = clock
         self._note = note
@@ -81,7 +78,7 @@ class Rebalancer:
             instances = self._cluster.instances.values()
             loads = [self._load(i) for i in instances if i.role is role and i.takes_requests]
             now_s = asyncio.get_running_loop().time()
-            remaining = remaining_tokens(self._output_lengths())
+            remaining = remaining_tokens(self._output_lengths.lengths)
             moves = choose_moves(loads, now_s, self._options, remaining, begun)
             self._begun.update(moves)
             if moves:
