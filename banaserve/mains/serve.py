@@ -470,8 +470,32 @@ def _start_control(
     )
     stack.push_async_callback(scaler.stop)
     if config.scale_max:
-        _start_autoscaler(stack, config, scaler, executor, controller)
-    restarts = _restarts(parts, router, coordinator, client, lambda: scaler.is_under_way)
+        usual = AutoscaleOptions(config.scale_min, config.scale_max)
+        grow_s, shrink_s = usual.grow_after_s * config.dilate, usual.shrink_after_s * config.dilate
+        autoscaler = Autoscaler(
+            scaler,
+            executor.view,
+            lambda: controller.status().state is ControllerState.RUNNING,
+            replace(usual, grow_after_s=grow_s, shrink_after_s=shrink_s),
+            clock,
+            chosen.interval_s,
+            by_role=not chosen.is_elastic,
+        )
+        autoscaler.start()
+        stack.push_async_callback(autoscaler.stop)
+    store_socket = str(parts.run.store_socket) if config.kv_store else ""
+    admission = Admission(router.lookups, client, store_socket)
+    restarts = RollingRestarts(
+        cluster,
+        coordinator,
+        next(iter(cluster.instances.values())).settings,
+        parts.make_settings,
+        admission.check,
+        admission.forget,
+        config.request_timeout_s,
+        clock,
+        lambda: scaler.is_under_way,
+    )
     stack.push_async_callback(restarts.stop)
     nodes = NodeChanges(parts.launcher, scaler, cluster, clock)
     nodes.start()
@@ -487,54 +511,6 @@ def _start_control(
         rebalancer.start()
         stack.push_async_callback(rebalancer.stop)
     return Control(controller, executor, roles, drains, scaler, router.policy, restarts, nodes)
-
-
-def _start_autoscaler(
-    stack: AsyncExitStack,
-    config: ServeConfig,
-    scaler: Scaler,
-    executor: MoveExecutor,
-    controller: Controller,
-) -> None:
-    usual = AutoscaleOptions(config.scale_min, config.scale_max)
-    autoscaler = Autoscaler(
-        scaler,
-        executor.view,
-        lambda: controller.status().state is ControllerState.RUNNING,
-        replace(
-            usual,
-            grow_after_s=usual.grow_after_s * config.dilate,
-            shrink_after_s=usual.shrink_after_s * config.dilate,
-        ),
-        WallClock(),
-        config.orchestrator.interval_s,
-        by_role=not config.orchestrator.is_elastic,
-    )
-    autoscaler.start()
-    stack.push_async_callback(autoscaler.stop)
-
-
-def _restarts(
-    parts: Parts,
-    router: Router,
-    coordinator: Coordinator,
-    client: DisaggregatedClient,
-    is_scaling: Callable[[], bool],
-) -> RollingRestarts:
-    store_socket = str(parts.run.store_socket) if parts.config.kv_store else ""
-    admission = Admission(router.lookups, client, store_socket)
-    settings = next(iter(router.cluster.instances.values())).settings
-    return RollingRestarts(
-        router.cluster,
-        coordinator,
-        settings,
-        parts.make_settings,
-        admission.check,
-        admission.forget,
-        parts.config.request_timeout_s,
-        WallClock(),
-        is_scaling,
-    )
 
 
 def _section(config: ServeConfig, engine_config: VllmConfig) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from banaserve.frontdoor.admin.answers import answer, not_found, route, wait_s_of
-from banaserve.serving.operations.operation import Operations, OperationState
+from banaserve.serving.operation_base import Operations, OperationState
 
 A = TypeVar("A")
 

@@ -13,9 +13,9 @@ from banaserve.orchestrator.control.move_policies.scoring import module_words
 from banaserve.orchestrator.control.routing.named import NamedPolicy
 from banaserve.orchestrator.planner.loop.decision_format import pressure_words
 from banaserve.serving.moves.coordinator import Coordinator
+from banaserve.serving.operation_base import Operations, OperationState
 from banaserve.serving.operations.executor import seconds_of
 from banaserve.serving.operations.node_changes import NodeChanges
-from banaserve.serving.operations.operation import Operations, OperationState
 from banaserve.serving.operations.roles import Roles
 from banaserve.serving.operations.rolling_restart import RollingRestarts
 from banaserve.serving.operations.scaler import Scaler

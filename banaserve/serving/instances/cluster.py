@@ -97,7 +97,7 @@ class Cluster:
         by_node: dict[str, list[Instance]] = {}
         for one in self.instances.values():
             by_node.setdefault(one.place.node, []).append(one)
-        views = {}
+        views: dict[InstanceId, InstanceView] = {}
         for node, its in by_node.items():
             elsewhere = chain(*(others for other, others in by_node.items() if other != node))
             far = {one.id: its[0].distance_to(one) for one in elsewhere}

@@ -38,7 +38,7 @@ from banaserve.serving.moves.host_state import HostState
 from banaserve.serving.moves.move_plan import UnitMove, plan_move, plan_return
 from banaserve.serving.moves.sizes import ModelFacts, check_room
 from banaserve.serving.moves.task import MigrationTask
-from banaserve.serving.operations.operation import Operations
+from banaserve.serving.operation_base import Operations
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from banaserve.serving.monitoring import metrics
 from banaserve.serving.moves.guest_pool import GuestHandle, GuestPool
 from banaserve.serving.moves.host_state import HostState
 from banaserve.serving.moves.move_plan import MoveStage, UnitMove, copies_again, timeout_s
-from banaserve.serving.operations.operation import OperationAbortedError
+from banaserve.serving.operation_base import OperationAbortedError
 
 _POLL_S = 0.01
 _LOOK_S = {MoveStage.PREPARE: 0.05, MoveStage.COPY: 0.005, MoveStage.FREE: 0.02}
@@ -30,7 +30,6 @@ class MigrationTask:
 
     Attributes:
         move: Status of the move, updated as the move goes on.
-        planned: Unit to move.
         target: Instance that the unit moves to; None for home.
         precopy: True to copy KV while the host serves.
         is_aborted: Function that returns whether the move is aborted, called between two looks at
@@ -152,18 +151,13 @@ class MigrationTask:
             asked = call(MigrationApi.banaserve_migration_commit, self.move.move_id)
             try:
                 self._note((await self._link.ask_workers(asked, limit_s)).move)
-            except MigrationError:
-                if not await self._is_committed():
+            except MigrationError:  # the host may have committed all the same
+                move = (await self.host_state.refresh()).moves.get(self.move.move_id)
+                if move is not None:
+                    self._note(move)
+                if move is None or move.phase is not MovePhase.COMMITTED:
                     raise
         self.on_commit()
-
-    async def _is_committed(self) -> bool:
-        """Return whether a commit took place whose answer is an error or late."""
-        move = (await self.host_state.refresh()).moves.get(self.move.move_id)
-        if move is None:
-            return False
-        self._note(move)
-        return move.phase is MovePhase.COMMITTED
 
     async def _until(
         self, phase: MovePhase, stage: MoveStage, may_abort: bool = True

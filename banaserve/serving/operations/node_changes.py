@@ -12,7 +12,7 @@ from banaserve.base.types import InstanceId
 from banaserve.contracts.instances import NodeChange, NodeStatus
 from banaserve.serving.instances.cluster import Cluster
 from banaserve.serving.launch.launcher import Launcher
-from banaserve.serving.operations.operation import Operations
+from banaserve.serving.operation_base import Operations
 from banaserve.serving.operations.scaler import Scaler
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from banaserve.base.names import check_known
 from banaserve.base.types import InstanceId, Role
 from banaserve.contracts.instances import DrainState, RoleChange
 from banaserve.serving.instances.instance import Instance
-from banaserve.serving.operations.operation import OperationAbortedError, Operations
+from banaserve.serving.operation_base import OperationAbortedError, Operations
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.02
@@ -27,9 +27,6 @@ class Roles(Operations[RoleChange]):
     drained only so that work of one role does not slow down that of the other. A switch to
     ``colocated`` drains nothing. An instance with a ``drain_s`` of 0 serves on until its role has
     changed.
-
-    Args:
-        instances: Instances by id; they may die and be restarted.
     """
 
     def __init__(self, instances: Mapping[InstanceId, Instance], clock: Clock) -> None:
@@ -47,7 +44,6 @@ class Roles(Operations[RoleChange]):
         """Begin to drain an instance; it gets the new role when it has no requests left.
 
         Args:
-            name: Id of the instance.
             role_name: New role. If only ``step_tokens`` changes, it may be the present role; then
                 nothing is drained.
             timeout_s: Time after which an instance that is not drained keeps its role, in seconds.
@@ -225,11 +221,7 @@ class Drains:
         return self._state(instance)
 
     async def state(self, name: str, wait_s: float = 0.0) -> DrainState:
-        """Return the drain state, after waiting for the last request to leave.
-
-        Args:
-            name: Id of the instance.
-            wait_s: Maximum waiting time, in seconds.
+        """Return the drain state, after waiting up to ``wait_s`` for the last request to leave.
 
         Raises:
             UserError: There is no such instance.

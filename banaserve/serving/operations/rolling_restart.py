@@ -24,7 +24,7 @@ from banaserve.serving.instances.supervisor import Check
 from banaserve.serving.launch.engine_settings import EngineSettings
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.moves.coordinator import Coordinator
-from banaserve.serving.operations.operation import OperationAbortedError, Operations
+from banaserve.serving.operation_base import OperationAbortedError, Operations
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.02

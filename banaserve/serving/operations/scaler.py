@@ -18,7 +18,7 @@ from banaserve.serving.instances.cluster import Cluster
 from banaserve.serving.instances.factory import InstanceFactory
 from banaserve.serving.instances.instance import Instance
 from banaserve.serving.moves.coordinator import Coordinator
-from banaserve.serving.operations.operation import OperationAbortedError, Operations
+from banaserve.serving.operation_base import OperationAbortedError, Operations
 from banaserve.serving.operations.roles import Drains, Roles
 from banaserve.serving.operations.scale_plan import (
     InstanceCounts,

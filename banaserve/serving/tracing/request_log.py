@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, NamedTuple
 
 from banaserve.base.clock import Clock
@@ -60,21 +59,12 @@ class SeenRoute(NamedTuple):
 
     def event(self) -> Routed:
         candidates = [
-            RouteCandidate(
-                one.id, one.role.value, one.inflight_requests, one.inflight_prefill_tokens
-            )
-            for one in self.view.instances.values()
-            if one.ready
+            RouteCandidate(i.id, i.role.value, i.inflight_requests, i.inflight_prefill_tokens)
+            for i in self.view.instances.values()
+            if i.ready
         ]
-        route = self.route
-        return Routed(
-            self.policy,
-            route.prefill,
-            route.decode,
-            str(route.reason),
-            self.split_blocker,
-            candidates,
-        )
+        prefill, decode, reason = self.route.prefill, self.route.decode, str(self.route.reason)
+        return Routed(self.policy, prefill, decode, reason, self.split_blocker, candidates)
 
 
 class TracedLeg(NamedTuple):
@@ -245,7 +235,7 @@ class RequestLog:
 
     def last(self, count: int | None = None) -> list[RequestSummary]:
         """Return the last ``count`` requests to arrive, or all known ones, the oldest first."""
-        known = sorted(self._all(), key=lambda notes: notes.arrived_s)
+        known = sorted([*self._ended, *self._open.values()], key=lambda notes: notes.arrived_s)
         first = 0 if count is None else max(0, len(known) - count)
         return [notes.summary() for notes in known[first:]]
 
@@ -277,26 +267,20 @@ class RequestLog:
         Raises:
             UserError: Several ids begin with ``wanted``.
         """
-        fitting = [notes for notes in self._all() if _fits(notes.request_id, wanted)]
+        known = [*self._ended, *self._open.values()]
+        fitting = [one for one in known if any(n.startswith(wanted) for n in _names(one))]
         if not fitting:
-            fitting = [one for one in self._all() if one.span and one.span.trace_id == wanted]
-        exact = [notes for notes in fitting if wanted in _names(notes.request_id)]
+            fitting = [one for one in known if one.span and one.span.trace_id == wanted]
+        exact = [one for one in fitting if wanted in _names(one)]
         ids = sorted({notes.request_id for notes in exact or fitting})
         if len(ids) > 1:
             more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
             raise UserError(f"{wanted} may be {', '.join(ids[:_NAMED])}{more}: give more of the id")
         return max(exact or fitting, key=lambda notes: notes.arrived_s, default=None)
 
-    def _all(self) -> list[RequestNotes]:
-        return list(chain(self._ended, self._open.values()))
 
-
-def _names(request_id: str) -> list[str]:
-    return [request_id, *(request_id.removeprefix(one) for one in _PREFIXES)]
-
-
-def _fits(request_id: str, wanted: str) -> bool:
-    return any(name.startswith(wanted) for name in _names(request_id))
+def _names(notes: RequestNotes) -> list[str]:
+    return [notes.request_id, *(notes.request_id.removeprefix(one) for one in _PREFIXES)]
 
 
 @dataclass
