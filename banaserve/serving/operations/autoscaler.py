@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from banaserve.base.clock import Clock
 from banaserve.base.errors import BanaServeError
@@ -24,10 +25,11 @@ _PAUSE_S = 60.0
 """Pause after a step that was refused or has failed, in seconds: the obstacle may persist."""
 
 
+@dataclass(eq=False)
 class Autoscaler:
     """Autoscaler of a cluster; a step begins only when the previous one has ended.
 
-    Args:
+    Attributes:
         may_act: Function that returns whether a step may begin; False while a person has paused the
             orchestrator.
         interval_s: Time between two checks of the load, in seconds.
@@ -35,25 +37,14 @@ class Autoscaler:
             load.
     """
 
-    def __init__(
-        self,
-        scaler: Scaler,
-        view: Callable[[], ClusterView],
-        may_act: Callable[[], bool],
-        options: AutoscaleOptions,
-        clock: Clock,
-        interval_s: float,
-        *,
-        by_role: bool,
-    ) -> None:
-        self._scaler = scaler
-        self._view = view
-        self._may_act = may_act
-        self._options = options
-        self._clock = clock
-        self._interval_s = interval_s
-        self._by_role = by_role
-        self._task: asyncio.Task[None] | None = None
+    scaler: Scaler
+    view: Callable[[], ClusterView]
+    may_act: Callable[[], bool]
+    options: AutoscaleOptions
+    clock: Clock
+    interval_s: float
+    by_role: bool
+    _task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Start checking the load, in a task."""
@@ -68,7 +59,7 @@ class Autoscaler:
     async def _run(self) -> None:
         since = LoadsSince()
         while True:
-            await self._clock.sleep(self._interval_s)
+            await self.clock.sleep(self.interval_s)
             try:
                 since = await self._look(since)
             except Exception:
@@ -76,18 +67,18 @@ class Autoscaler:
                 since = LoadsSince()
 
     async def _look(self, since: LoadsSince) -> LoadsSince:
-        view = self._view()
-        step, since = next_step(view, self._options, since, self._by_role)
-        if step is None or not self._may_act():
+        view = self.view()
+        step, since = next_step(view, self.options, since, self.by_role)
+        if step is None or not self.may_act():
             return since
         try:
-            scaling = self._scaler.begin(_wanted(step, view, self._by_role), _DRAIN_S, step.why)
-            failure = (await self._scaler.wait(scaling.id)).reason
+            scaling = self.scaler.begin(_wanted(step, view, self.by_role), _DRAIN_S, step.why)
+            failure = (await self.scaler.wait(scaling.id)).reason
         except BanaServeError as refused:
             failure = str(refused)
         if failure:
             logger.warning("autoscaling (%s): %s", step.why, failure)
-            await self._clock.sleep(_PAUSE_S)
+            await self.clock.sleep(_PAUSE_S)
         return LoadsSince()
 
 
