@@ -22,7 +22,6 @@ class Cluster:
 
     Attributes:
         instances: Instances by id; removed instances are not included.
-        supervisor: Supervisor, which restarts instances and replaces their engines.
     """
 
     def __init__(
@@ -38,9 +37,6 @@ class Cluster:
 
     async def start(self, on_ready: Callable[[Instance], None]) -> None:
         """Start all instances concurrently, then keep them alive.
-
-        Args:
-            on_ready: Function called with each instance when it is ready.
 
         Raises:
             InstanceDeadError: An instance could not be started.

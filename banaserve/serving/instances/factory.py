@@ -19,11 +19,7 @@ class InstanceFactory:
     """Factory of instances with one configuration.
 
     Args:
-        settings: Settings of the engines at the server's start.
         instance_bytes: Memory of one instance, in bytes; 0 if it is not the machine's memory.
-
-    Attributes:
-        series: vLLM's metrics of all instances.
     """
 
     def __init__(

@@ -52,10 +52,6 @@ class Devices:
 def check_groups(groups: Sequence[str], num_ranks: Sequence[int]) -> None:
     """Check that each instance has a GPU for each of its tensor-parallel ranks.
 
-    Args:
-        groups: Devices of each instance, as ``--devices`` names them.
-        num_ranks: Number of ranks of each instance.
-
     Raises:
         UserError: A group has too few devices, or names one twice: NCCL takes no GPU twice.
     """

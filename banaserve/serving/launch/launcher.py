@@ -275,7 +275,6 @@ class SpawnLauncher(Launcher):
 
     Args:
         vllm_argv: vLLM's options of engine cores that are started without their own.
-        devices: Devices of the instances, and free ones.
     """
 
     def __init__(self, vllm_argv: list[str], devices: Devices) -> None:

@@ -47,11 +47,7 @@ class StartGuest(msgspec.Struct, tag=True, frozen=True):
 
 
 class ParentLaunch(msgspec.Struct, tag=True, frozen=True):
-    """Launch description that an engine parent in a new process reads.
-
-    Attributes:
-        control: File descriptor of the socket that orders arrive at.
-    """
+    """Launch description of an engine parent; orders arrive at the descriptor ``control``."""
 
     vllm_argv: list[str]
     control: int
@@ -110,7 +106,6 @@ def spawn(
     """Start a process; call from a thread that lives as long as the process is to live.
 
     Args:
-        launch: Order or description of what the process is to be.
         in_session: True if the process stays in this process's session.
 
     Raises:

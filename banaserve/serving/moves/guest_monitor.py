@@ -220,7 +220,6 @@ async def live_migration(
 
     Args:
         guest_share: Share of an instance's device that guests beside it may take.
-        transport: Transport that carries KV and activations.
     """
     guests = GuestPool(launcher, run, transport, guest_share)
     facts = model_facts(config)

@@ -102,7 +102,6 @@ class GuestPool:
     """All guests of a run.
 
     Args:
-        transport: Transport that carries KV.
         share: Share of an instance's device that guests beside it may take, for instances that
             have no share of their own.
 

@@ -40,7 +40,6 @@ class RollingRestarts(Operations[RollingRestart]):
     """Rolling restarts of all engines, one restart at a time.
 
     Args:
-        make: Function that makes and checks new settings.
         check: Function that raises InstanceDeadError if a new engine must not serve.
         forget: Function called with the served weights at the end of a restart, so that others can
             be forgotten.

@@ -37,7 +37,6 @@ class Scaler(Operations[Scaling]):
     Args:
         coordinator: Coordinator of migrations, which returns the modules beside a leaving instance
             to their hosts.
-        start_s: Maximum time for an engine to start, in seconds.
         is_restarting: Function that returns whether engines are being replaced; then no instance is
             added or removed.
         roles_follow_load: True if the roles follow the load and the user does not choose them.

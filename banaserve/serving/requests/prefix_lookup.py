@@ -53,7 +53,6 @@ class HoldEnd(NamedTuple):
     """End of a hold.
 
     Attributes:
-        hold: Number of the hold.
         reader: Index of the decode leg that no longer reads the blocks; None for all legs.
         store: ``HOST:PORT`` of a peer of the front door's store that is told, too; empty for none.
     """

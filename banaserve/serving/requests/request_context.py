@@ -37,7 +37,6 @@ class Prediction(NamedTuple):
     """Times that the routing policy predicted for a request.
 
     Attributes:
-        route: Route with the predicted times.
         routed_s: Time of the routing on the event loop's clock, in seconds.
     """
 
@@ -54,10 +53,8 @@ class RequestContext:
         deadline: Deadline on the event loop's clock, in seconds.
         uncached_tokens: Estimated number of prompt tokens that the store does not have.
         index: Index of the sequence; sequence 0 counts as the request, in metrics and notes.
-        sequences: Counts of all sequences of the same request.
         prompt_leg_ended: Event of all sequences, set once the prompt is in the store, or the first
             sequence is on its way to one instance; then the other sequences begin.
-        suspicion: Deaths of instances under the request.
         prompt: Prompt in the store, held for decode; None before a prefill leg.
         state: vLLM's front-end state (detokenizer, logprobs); None before output has begun.
         weights: Identity of the weights of the engines that compute it; empty before the first.

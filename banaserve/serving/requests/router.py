@@ -44,7 +44,6 @@ class RoutedLegs(NamedTuple):
 
     Attributes:
         asked: Request as the policy saw it.
-        route: Policy's choice.
         prefill: Instance of the prefill leg; None if one instance serves both legs.
         decode: Instance of the decode leg, or of both legs.
     """
@@ -65,11 +64,8 @@ class Router:
             disables waiting.
 
     Attributes:
-        lookups: Lookups of prompts in the store.
         residency: KV in the engines' own caches; nothing is recorded before ``follow_residency``.
-        output_lengths: Lengths of the last answers, for the policy.
         retry_turns: Lock of the only suspect that may run; see ``Suspicion``.
-        decode_batching: Groups of decode legs that begin together.
     """
 
     def __init__(

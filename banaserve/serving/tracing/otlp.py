@@ -168,7 +168,6 @@ class OtlpTracer:
 
         Args:
             notes: Notes of the request, complete only once the answer has been sent.
-            params: vLLM's ``SamplingParams`` of the request.
         """
         traced = call.traced
         if traced is None:

@@ -86,9 +86,6 @@ class TracedLeg(NamedTuple):
 class RequestNotes:
     """Notes of one request; all times are on the clock of the log.
 
-    Args:
-        request_id: Id of the request that the client sees.
-
     Attributes:
         tokens_so_far: Function that returns the number of tokens sent to the client.
         num_dropped: Number of events beyond ``MAX_EVENTS``, which were dropped.
@@ -292,8 +289,6 @@ class HttpCall:
         began_at_s: The same time in seconds since 1970.
         received_s: Time at which the last byte of the body was received; ``began_s`` before that.
         answered_s: Time at which the last byte of the answer was written, or the client left.
-        status: HTTP status of the answer; 0 before that.
-        headers: Headers of the trace context.
         traced: State that the tracer keeps of the call: its own span, and each request's notes.
     """
 
