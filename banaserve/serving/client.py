@@ -251,20 +251,16 @@ class DisaggregatedClient(EngineClient):
         given = self._engine_options(params, options)
         instance = (await self._serving())[-1]
         assert instance.llm is not None
-        terms = tenant_terms.get()
-        tokens = SessionTokens(terms, params) if terms else None
-        if tokens is not None:
-            tokens.check()
+        tokens = SessionTokens(tenant_terms.get(), params)
+        tokens.check()
         stream = instance.llm.generate(_salted(prompt), params, request_id, **given)
         try:
             with instance.holding(0):
                 async with contextlib.aclosing(stream) as outputs:
                     async for output in outputs:
-                        if tokens is not None:
-                            tokens.add(output)
+                        tokens.add(output)
                         yield output
-                        if tokens is not None:
-                            tokens.check()
+                        tokens.check()
         except DEAD as death:
             metrics.BROKEN.inc()
             raise compat.EngineGenerateError(

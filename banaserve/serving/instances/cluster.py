@@ -33,8 +33,6 @@ class Cluster:
         self._timeouts = timeouts
         self._served_s = clock.now()
 
-    # ---- start and end
-
     async def start(self, on_ready: Callable[[Instance], None]) -> None:
         """Start all instances concurrently, then keep them alive.
 
@@ -83,8 +81,6 @@ class Cluster:
             raise InstanceDeadError(f"instance {instance_id} has been removed")
         return instance
 
-    # ---- several instances
-
     def serving(self) -> list[Instance]:
         return [i for i in self.instances.values() if i.state is State.READY]
 
@@ -114,8 +110,6 @@ class Cluster:
     def newest_settings(self) -> EngineSettings:
         """Settings for the start of a new engine: the newest ones of all instances."""
         return max((i.settings for i in self.instances.values()), key=lambda s: s.number)
-
-    # ---- the whole
 
     @property
     def is_replacing(self) -> bool:

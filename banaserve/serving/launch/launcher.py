@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import msgspec
 
@@ -31,6 +31,11 @@ from banaserve.transport.registry import SHARED_MEMORY
 
 logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
+NO_NODES = (
+    "this server's engines run on its own machine: nodes join one that was started with --node or "
+    "--cluster"
+)
+"""Reason why this server has no nodes."""
 
 
 class InstancePlace(NamedTuple):
@@ -134,7 +139,7 @@ class Launcher(ABC):
         Raises:
             UserError: The machine cannot be used; it is left unchanged.
         """
-        _refuse_nodes()
+        raise UserError(NO_NODES)
 
     def hold_node(self, name: str, *, is_held: bool) -> None:
         """Stop placing instances on a node, or allow it again.
@@ -142,7 +147,7 @@ class Launcher(ABC):
         Raises:
             UserError: There is no node of this name.
         """
-        _refuse_nodes()
+        raise UserError(NO_NODES)
 
     async def remove_node(self, name: str) -> None:
         """Give back a node that has no instance.
@@ -151,7 +156,7 @@ class Launcher(ABC):
             UserError: There is no node of this name.
             MigrationError: The node has instances.
         """
-        _refuse_nodes()
+        raise UserError(NO_NODES)
 
     def place_of(self, instance_id: str) -> InstancePlace:
         """Return the instance's machine."""
@@ -188,13 +193,6 @@ class Launcher(ABC):
     def release(self, instance_id: str) -> None:
         """Release the devices or the place of an instance that has been removed."""
         return
-
-
-def _refuse_nodes() -> NoReturn:
-    raise UserError(
-        "this server's engines run on its own machine: nodes join one that was started with --node "
-        "or --cluster"
-    )
 
 
 class ForkLauncher(Launcher):

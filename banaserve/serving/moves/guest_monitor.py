@@ -78,8 +78,6 @@ class GuestMonitor:
         if number % _USAGE_EVERY == 0:
             await self._count_usage(counts_lone=number % _LONE_USAGE_EVERY == 0)
 
-    # ---- hosts
-
     async def _look_at(self, host_state: HostState) -> None:
         if not host_state.instance.is_ready or not self._concerns(host_state):
             return
@@ -149,8 +147,6 @@ class GuestMonitor:
         kv = host_state.kv
         if host_state.grown_blocks > kv.blocks_gained and not host_state.turn.locked():
             await host_state.shrink_pool(kv.num_blocks + kv.blocks_gained)
-
-    # ---- guests
 
     async def _detach_idle(self, host_state: HostState) -> None:
         now_s = asyncio.get_running_loop().time()

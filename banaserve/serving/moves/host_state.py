@@ -109,8 +109,6 @@ class HostState:
             found.append(RemoteUnit(one.unit_id, one.modules, at, *of_unit))
         return found
 
-    # ---- the scheduler's pool
-
     def pool_with(self, away: Sequence[MigrationUnit]) -> int:
         """Return the number of blocks that the pool may have while these modules are away."""
         kv = self.kv

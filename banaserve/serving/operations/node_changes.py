@@ -11,7 +11,7 @@ from banaserve.base.errors import MigrationError, UserError
 from banaserve.base.types import InstanceId
 from banaserve.contracts.instances import NodeChange, NodeStatus
 from banaserve.serving.instances.cluster import Cluster
-from banaserve.serving.launch.launcher import Launcher
+from banaserve.serving.launch.launcher import NO_NODES, Launcher
 from banaserve.serving.operation_base import Operations
 from banaserve.serving.operations.scaler import Scaler
 
@@ -50,8 +50,6 @@ class NodeChanges(Operations[NodeChange]):
             await asyncio.gather(self._looking, return_exceptions=True)
         await super().stop()
 
-    # ---- requests
-
     def begin_add(self, address: str, why: str = "") -> NodeChange:
         """Begin to add a node.
 
@@ -64,10 +62,7 @@ class NodeChanges(Operations[NodeChange]):
         """
         self._check_free()
         if not self.nodes():
-            raise UserError(
-                "this server's engines run on its own machine: nodes join one that was started "
-                "with --node or --cluster"
-            )
+            raise UserError(NO_NODES)
         change = NodeChange(self._new_id(), address, "add", "joining", why=why)
         self._carry_out(change, self._add(change))
         return change
@@ -96,8 +91,6 @@ class NodeChanges(Operations[NodeChange]):
         self._carry_out(change, self._remove(change, scaling_id))
         return change
 
-    # ---- checks
-
     def _check_free(self) -> None:
         if last := self.under_way:
             raise MigrationError(
@@ -118,8 +111,6 @@ class NodeChanges(Operations[NodeChange]):
             raise MigrationError(
                 f"node {name} has instances still ({', '.join(leaving)}): {refused}"
             ) from None
-
-    # ---- running
 
     def _abort(self, state: NodeChange) -> None:
         self._cancel(state)
@@ -160,8 +151,6 @@ class NodeChanges(Operations[NodeChange]):
         if scaling.state != "done":
             why = scaling.reason or f"scaling {scaling_id} was given up"
             raise MigrationError(f"node {name} has instances still: {why}")
-
-    # ---- machines that the cluster gains
 
     async def _look(self) -> None:
         while True:

@@ -119,8 +119,6 @@ class Roles(Operations[RoleChange]):
                 served |= other.role.legs & (other.service.next_role or other.role).legs
         return next((leg for leg in (Role.PREFILL, Role.DECODE) if leg not in served), None)
 
-    # ---- running
-
     async def _switch(
         self,
         change: RoleChange,

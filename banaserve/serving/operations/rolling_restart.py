@@ -132,8 +132,6 @@ class RollingRestarts(Operations[RollingRestart]):
                     "/resume)"
                 )
 
-    # ---- running
-
     async def _replace_all(self, restart: RollingRestart, settings: EngineSettings) -> None:
         before = self.settings
         done: list[EngineRestart] = []

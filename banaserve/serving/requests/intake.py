@@ -216,18 +216,20 @@ class SessionTokens:
 
     Args:
         terms: Tenant's terms: they get the number of new tokens, never 0, and decide whether the
-            session may continue.
+            session may continue. None without tenants: it may.
         params: Session's sampling parameters; their ``output_kind`` tells whether an output has
             only the new tokens.
     """
 
-    def __init__(self, terms: TenantTerms, params: SamplingParams) -> None:
+    def __init__(self, terms: TenantTerms | None, params: SamplingParams) -> None:
         self._terms = terms
         self._is_cumulative = params.output_kind != RequestOutputKind.DELTA
         self._prompt_tokens = self._output_tokens = 0
 
     def add(self, output: RequestOutput) -> None:
         """Count the new tokens of ``output``; its ``prompt_token_ids`` are of all pieces so far."""
+        if self._terms is None:
+            return
         prompt_tokens = max(self._prompt_tokens, len(output.prompt_token_ids or ()))
         output_tokens = sum(len(one.token_ids) for one in output.outputs)
         if not self._is_cumulative:
@@ -244,5 +246,5 @@ class SessionTokens:
         Raises:
             GracefulHTTPError: The session's API key has exceeded its limit.
         """
-        if why := self._terms.refuse_session():
+        if self._terms is not None and (why := self._terms.refuse_session()):
             raise GracefulHTTPError(why, HTTPStatus.TOO_MANY_REQUESTS)
