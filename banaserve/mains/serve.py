@@ -73,6 +73,7 @@ from banaserve.serving.instances.probe import ClusterTimeouts
 from banaserve.serving.launch.engine_settings import Budgets, EngineSettings, RoleEngine
 from banaserve.serving.launch.launcher import Launcher
 from banaserve.serving.monitoring import metrics
+from banaserve.serving.monitoring.engine_series import EngineSeries
 from banaserve.serving.moves.coordinator import Coordinator
 from banaserve.serving.moves.guest_monitor import live_migration
 from banaserve.serving.operations.admission import Admission
@@ -154,7 +155,10 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[str], None]) -> None:
         if not await _unless(signals.stop, parts.launcher.open(say)):
             return
         await _start_store(stack, parts, say)
-        factory = _factory(parts)
+        series = EngineSeries(parts.engine_config)
+        factory = InstanceFactory(
+            series, parts.launcher, parts.run, WallClock(), parts.instance_bytes
+        )
         cluster = _cluster(parts, factory)
         router = _router(parts.config, cluster)
         stack.callback(router.lookups.close)
@@ -294,15 +298,10 @@ def _tracer(stack: AsyncExitStack, parts: Parts, collector: TraceCollector) -> O
     return tracer
 
 
-def _factory(parts: Parts) -> InstanceFactory:
-    budgets = Budgets.of(parts.config, parts.engine_config)
-    settings = EngineSettings(parts.engine_config, budgets, by_role=parts.by_role)
-    return InstanceFactory(settings, parts.launcher, parts.run, WallClock(), parts.instance_bytes)
-
-
 def _cluster(parts: Parts, factory: InstanceFactory) -> Cluster:
-    config = parts.config
-    instances = [factory.make(instance_id, role) for instance_id, role in config.instances()]
+    config, budgets = parts.config, Budgets.of(parts.config, parts.engine_config)
+    settings = EngineSettings(parts.engine_config, budgets, by_role=parts.by_role)
+    instances = [factory.make(name, role, settings) for name, role in config.instances()]
     timeouts = ClusterTimeouts(
         config.start_timeout_s,
         # With --pace an engine is idle while modelled time passes.

@@ -444,8 +444,7 @@ def test_a_cpu_has_no_devices_to_run_out_of() -> None:
 
 def test_more_instances_need_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factories, "available_memory_bytes", lambda: 3 << 30)
-    monkeypatch.setattr(factories, "EngineSeries", lambda _: None)
-    nothing: Any = SimpleNamespace(config=None)
+    nothing: Any = None
     here = SpawnLauncher([], devices=Devices({}))
     one = factories.InstanceFactory(nothing, here, nothing, nothing, instance_bytes=1 << 30)
     one.check_memory(3)
@@ -453,9 +452,8 @@ def test_more_instances_need_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         one.check_memory(4)
 
 
-def test_more_instances_need_room_on_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factories, "EngineSeries", lambda _: None)
-    nothing: Any = SimpleNamespace(config=None)
+def test_more_instances_need_room_on_the_nodes() -> None:
+    nothing: Any = None
     nodes: Any = SimpleNamespace(num_free_places=lambda: 2)
     one = factories.InstanceFactory(nothing, nodes, nothing, nothing, instance_bytes=1 << 60)
     one.check_memory(2)
