@@ -71,16 +71,17 @@ class TracedLeg(NamedTuple):
     """A leg whose notes its engine can be asked for.
 
     Attributes:
-        life: Instance and incarnation: a restarted instance has lost its notes.
         name: Engine's id of the request, or the common stem of several ids (with n > 1).
     """
 
-    life: tuple[str, int]
+    instance: str
+    incarnation: int
     name: str
 
     @property
-    def instance(self) -> str:
-        return self.life[0]
+    def life(self) -> tuple[str, int]:
+        """Instance and incarnation: a restarted instance has lost its notes."""
+        return self.instance, self.incarnation
 
 
 class RequestNotes:
@@ -129,7 +130,7 @@ class RequestNotes:
         if isinstance(event, FirstToken):  # noted again where the answer starts over
             self.first_token_s = at_s
         elif isinstance(event, LegBegan) and len(self.legs) < MAX_EVENTS:
-            self.legs.append(TracedLeg((event.instance, incarnation), leg_id))
+            self.legs.append(TracedLeg(event.instance, incarnation, leg_id))
         if len(self._events) < MAX_EVENTS:
             self._events.append((at_s, event, leg_id))
         else:
