@@ -109,13 +109,7 @@ class GuestPool:
         has_lost_one: Event set when a guest's processes have ended, for any reason.
     """
 
-    def __init__(
-        self,
-        launcher: Launcher,
-        run: RunDir,
-        transport: str,
-        share: float = 1.0,
-    ) -> None:
+    def __init__(self, launcher: Launcher, run: RunDir, transport: str, share: float = 1.0) -> None:
         self.has_lost_one = asyncio.Event()
         self._share = share
         self._shares: dict[InstanceId, float] = {}
@@ -166,9 +160,8 @@ class GuestPool:
     ) -> GuestHandle | None:
         """Return a guest that can take another unit; loading weights would stall a serving one."""
         for guest in self:
-            if (guest.host, guest.target) == (host, target) and guest.can_take:
-                if guest.units and loads_weights:
-                    continue
+            is_fitting = (guest.host, guest.target) == (host, target) and guest.can_take
+            if is_fitting and not (guest.units and loads_weights):
                 return guest
         return None
 
@@ -190,14 +183,10 @@ class GuestPool:
             for address in addresses:
                 order = StartGuest(address, str(log_path), instance.vllm_argv)
                 guest.pids += (await self._launcher.start(order),)
-        except BaseException:
-            guest.kill()
-            raise
-        self._guests[guest.id] = guest
-        watch = asyncio.create_task(self._watch(guest, addresses[0].rendezvous))
-        self._watches.add(watch)
-        watch.add_done_callback(self._watches.discard)
-        try:
+            self._guests[guest.id] = guest
+            watch = asyncio.create_task(self._watch(guest, addresses[0].rendezvous))
+            self._watches.add(watch)
+            watch.add_done_callback(self._watches.discard)
             await link.ask_workers(call(MigrationApi.banaserve_migration_attach, addresses))
             await self._until_ready(guest, link)
             if (fraction := self.share_of(guest)) < 1.0:
@@ -231,16 +220,12 @@ class GuestPool:
         place = await self._launcher.guest_place(host, target, name, transport, sockets)
         return GuestAddress(
             guest_id=guest_id,
-            channel=place.channel,
             token=secrets.token_hex(32),
-            transport=place.transport,
-            folder=place.folder,
             secret=self._secret,
-            listen_host=place.listen_host,
             target=target,
-            is_elsewhere=place.is_elsewhere,
             rank=rank or 0,
             rendezvous="" if rank is None else f"{place.folder}/{guest_id}.ranks",
+            **place._asdict(),
         )
 
     async def _until_ready(self, guest: GuestHandle, link: HostClient) -> None:
