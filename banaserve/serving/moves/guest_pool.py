@@ -220,12 +220,16 @@ class GuestPool:
         place = await self._launcher.guest_place(host, target, name, transport, sockets)
         return GuestAddress(
             guest_id=guest_id,
+            channel=place.channel,
             token=secrets.token_hex(32),
+            transport=place.transport,
+            folder=place.folder,
             secret=self._secret,
+            listen_host=place.listen_host,
             target=target,
+            is_elsewhere=place.is_elsewhere,
             rank=rank or 0,
             rendezvous="" if rank is None else f"{place.folder}/{guest_id}.ranks",
-            **place._asdict(),
         )
 
     async def _until_ready(self, guest: GuestHandle, link: HostClient) -> None:
