@@ -71,7 +71,7 @@ class Instance(doubles.Instance):
             self.role,
             self.takes_requests,
             report,
-            0,
+            self.inflight_requests,
             0,
             1.0,
             placements=self.placements,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -157,8 +156,7 @@ Made = Callable[..., Awaitable[World]]
 
 @pytest.fixture
 async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Made]:
-    policy = functools.partial(supervisor.RestartPolicy, first_s=0.001)
-    monkeypatch.setattr(supervisor, "RestartPolicy", policy)
+    monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.001)
     made: list[World] = []
 
     async def make(*broken: str) -> World:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -197,8 +196,7 @@ class Mortal:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = functools.partial(supervisor.RestartPolicy, first_s=0.001)
-    monkeypatch.setattr(supervisor, "RestartPolicy", policy)
+    monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.001)
     monkeypatch.setattr(supervisor, "_AGAIN_S", 0.001)
     monkeypatch.setattr(probe, "_PROBE_INTERVAL_S", 0.001)
 
