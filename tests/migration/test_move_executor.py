@@ -554,7 +554,7 @@ async def test_one_slow_move_does_not_forbid_all_others(world, monkeypatch):
     assert world.executor.link().sync_s > budget_s
     now_s = world.executor.clock.now()
     clock = SimpleNamespace(now=lambda: now_s + 20 * EASED_AFTER_S)
-    monkeypatch.setattr(world.executor, "_clock", clock)
+    monkeypatch.setattr(world.executor, "clock", clock)
     assert world.executor.link().sync_s < budget_s / 2
 
 
