@@ -299,14 +299,8 @@ class Instance:
         moved_s: float | None = None,
     ) -> Iterator[InflightLeg]:
         """Count a leg as in flight here for the duration of the block; see ``InflightLeg``."""
-        leg = InflightLeg(
-            self._add_inflight,
-            prefill_tokens,
-            max(tokens, prefill_tokens),
-            move,
-            starts_over=starts_over,
-            moved_s=moved_s,
-        )
+        tokens = max(tokens, prefill_tokens)
+        leg = InflightLeg(self._add_inflight, prefill_tokens, tokens, move, starts_over, moved_s)
         self._legs[id(leg)] = leg
         try:
             yield leg
