@@ -419,7 +419,10 @@ class Instance:
         return self._launcher.distance(self.id, other.id)
 
     def store_beside(self, other: Instance) -> str:
-        """Return ``HOST:PORT`` of another instance's store; empty if this one has it or none."""
+        """Return ``HOST:PORT`` of another instance's store; empty if this one uses it, too.
+
+        Also empty if this instance uses the front door's store.
+        """
         here, there = self.place.store, other.place.store
         return there if here and here != there else ""
 

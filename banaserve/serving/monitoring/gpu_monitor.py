@@ -46,7 +46,10 @@ class GpuMeter:
 
     @classmethod
     def open(cls, devices: str, clock: Clock, nvml: Any = NVML) -> Self | None:
-        """Return a meter of ``devices``, as CUDA_VISIBLE_DEVICES names them; None if NVML fails."""
+        """Return a meter of ``devices``, as CUDA_VISIBLE_DEVICES names them.
+
+        Returns None if there are no devices, or if NVML fails.
+        """
         names = [name.strip() for name in devices.split(",") if name.strip()]
         if not names:
             return None
