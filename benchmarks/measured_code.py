@@ -61,7 +61,7 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
         "pipeline": (*_STORE, "banaserve/engine/connector", "benchmarks/pipeline.py", *_TRACED),
         "prefix-ttft": (*_REQUESTS, "benchmarks/prefix_ttft.py"),
         "rebalancing": (*_REQUESTS, *_PACE, "banaserve/orchestrator", "benchmarks/rebalancing.py"),
-        "recovery": (*_REQUESTS, "banaserve/serving/liveness", "benchmarks/recovery"),
+        "recovery": (*_REQUESTS, "banaserve/serving/instances", "benchmarks/recovery"),
         "regions": ("route/banaserve_route", *_SIMULATOR),
         "router": ("route/banaserve_route/balancer", "banaserve/base/net", "benchmarks/router"),
         "silicon": _SILICON,

@@ -44,7 +44,7 @@ from banaserve.frontdoor.middleware.admission import BodyLimit, ConcurrencyLimit
 from banaserve.frontdoor.middleware.api_keys import KeyMiddleware
 from banaserve.frontdoor.middleware.request_context import CallTimes, RequestLimitsReader
 from banaserve.serving.client import DisaggregatedClient
-from banaserve.serving.cluster import Cluster
+from banaserve.serving.instances.cluster import Cluster
 from banaserve.serving.requests.suspects import EnginesDiedError
 
 _MAX_HELD_BYTES = 2**30

@@ -122,7 +122,9 @@ class _EngineParent:
             while all(key.data() for key, _ in selector.select()):
                 pass
         finally:
-            self._kill_all()
+            for pid in self._pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def _own_signals(self) -> None:
         """Set up signals: ignore a terminal's Ctrl-C, since the supervisor ends the engines."""
@@ -142,17 +144,12 @@ class _EngineParent:
             return True
         reach(FailPoint.LAUNCHER_ORDER)
         if isinstance(order, messages.Order):
-            pid = self._fork(order)
+            parent_pid = os.getpid()
+            if not (pid := os.fork()):
+                _in_child(lambda: self._become(order, parent_pid))
             self._pids.add(pid)
             messages.send(self._control, messages.Started(messages.name_of(order), pid))
         return True
-
-    def _fork(self, order: messages.Order) -> int:
-        parent_pid = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            _in_child(lambda: self._become(order, parent_pid))
-        return pid
 
     def _become(self, order: messages.Order, parent_pid: int) -> None:
         signal.set_wakeup_fd(-1)
@@ -175,8 +172,3 @@ class _EngineParent:
                 return True
             self._pids.discard(pid)
         return True
-
-    def _kill_all(self) -> None:
-        for pid in self._pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)

@@ -40,7 +40,7 @@ from banaserve.frontdoor.admin.live import LivePage
 from banaserve.frontdoor.app import ApiServer, ApiServerOptions, make_app
 from banaserve.frontdoor.bodies.bounds import RequestBounds
 from banaserve.frontdoor.bodies.grammar_checker import GrammarChecker
-from banaserve.frontdoor.edge.limits import EdgeLimits, edge_limits
+from banaserve.frontdoor.edge.limits import edge_limits
 from banaserve.frontdoor.lifecycle.closing import ClosingMiddleware, StopSignals, until_none
 from banaserve.frontdoor.lifecycle.listening_socket import FrontSocket, Offer, SocketOffer
 from banaserve.frontdoor.log_rotation import rotating
@@ -64,27 +64,26 @@ from banaserve.orchestrator.planner.loop.decision_log import DecisionLog
 from banaserve.orchestrator.planner.loop.loop import Controller, ControllerOptions
 from banaserve.orchestrator.planner.loop.time_scaling import dilated, stretched
 from banaserve.serving.client import DisaggregatedClient
-from banaserve.serving.cluster import Cluster
-from banaserve.serving.executor import MoveExecutor
-from banaserve.serving.instance import Instance
-from banaserve.serving.launch.budgets import Budgets
-from banaserve.serving.launch.engine_settings import EngineSettings, RoleEngine
+from banaserve.serving.instances.cluster import Cluster
+from banaserve.serving.instances.factory import InstanceFactory
+from banaserve.serving.instances.instance import Instance
+from banaserve.serving.instances.probe import ClusterTimeouts
+from banaserve.serving.launch.engine_settings import Budgets, EngineSettings, RoleEngine
 from banaserve.serving.launch.launcher import Launcher
-from banaserve.serving.liveness.timeouts import ClusterTimeouts
 from banaserve.serving.monitoring import metrics
+from banaserve.serving.monitoring.engine_series import EngineSeries
 from banaserve.serving.moves.coordinator import Coordinator
 from banaserve.serving.moves.guest_monitor import live_migration
+from banaserve.serving.operations.admission import Admission
+from banaserve.serving.operations.autoscaler import Autoscaler
+from banaserve.serving.operations.executor import MoveExecutor
+from banaserve.serving.operations.node_changes import NodeChanges
+from banaserve.serving.operations.roles import Drains, Roles
+from banaserve.serving.operations.rolling_restart import Make, RollingRestarts
+from banaserve.serving.operations.scaler import Scaler
 from banaserve.serving.requests.prefix_lookup import PrefixLookup
 from banaserve.serving.requests.rebalancer import Rebalancer
 from banaserve.serving.requests.router import Router
-from banaserve.serving.restart.admission import Admission
-from banaserve.serving.restart.rolling import Make, RollingRestarts
-from banaserve.serving.roles.drain import Drains
-from banaserve.serving.roles.role_switch import Roles
-from banaserve.serving.scaling.autoscaler import Autoscaler
-from banaserve.serving.scaling.factory import InstanceFactory
-from banaserve.serving.scaling.node_changes import NodeChanges
-from banaserve.serving.scaling.scaler import Scaler
 from banaserve.serving.tracing.trace_collection import TraceCollector
 
 Say = Callable[[str], None]
@@ -110,7 +109,6 @@ class Parts:
         engine_config: vLLM's configuration of every instance.
         args: vLLM's parsed options, for its API server.
         front: Source of the socket that the front door listens on.
-        make_settings: Makes new settings of engines, for rolling restarts.
         instance_bytes: Memory of one instance on a CPU; 0 on GPUs, whose memory is not shared by
             instances.
         time: Description of modelled time for the user; empty in real time.
@@ -155,7 +153,10 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[str], None]) -> None:
         if not await _unless(signals.stop, parts.launcher.open(say)):
             return
         await _start_store(stack, parts, say)
-        factory = _factory(parts)
+        series = EngineSeries(parts.engine_config)
+        factory = InstanceFactory(
+            series, parts.launcher, parts.run, WallClock(), parts.instance_bytes
+        )
         cluster = _cluster(parts, factory)
         router = _router(parts.config, cluster)
         stack.callback(router.lookups.close)
@@ -188,7 +189,11 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[str], None]) -> None:
             stack.callback(page.viewers.close)
             app = PageMiddleware(app, PageInfo("live", parts.model_name, parts.time))
         sock = await parts.front.obtain(say)
-        server = ApiServer(app, sock, parts.args, _edge_limits(parts.config, say))
+        num_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        limits, problem = edge_limits(parts.config, num_descriptors)
+        if problem:
+            say(problem)
+        server = ApiServer(app, sock, parts.args, limits)
         closed = await server.open()
         await parts.front.serves(say)
         offer = await _offer(stack, parts, sock, server)
@@ -210,7 +215,11 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[str], None]) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await closed
         if cluster.supervisor.failed.is_set() and not signals.stop.is_set():
-            raise InstanceDeadError(_given_up(cluster))
+            [first, *_] = cluster.instances.values()
+            words = cluster.supervisor.last_failure or first.last_words()
+            raise InstanceDeadError(
+                f"no instance can be started again, and all have been given up: {words}"
+            )
 
 
 async def _end_requests(
@@ -237,12 +246,6 @@ async def _end_requests(
             "them; a second signal ends it now"
         )
     await closing.close(drain_s, signals.now, cluster.serving)
-
-
-def _given_up(cluster: Cluster) -> str:
-    """Return one line for the user: all instances have been given up."""
-    words = cluster.supervisor.last_failure or next(iter(cluster.instances.values())).last_words()
-    return f"no instance can be started again, and all have been given up: {words}"
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
@@ -293,15 +296,10 @@ def _tracer(stack: AsyncExitStack, parts: Parts, collector: TraceCollector) -> O
     return tracer
 
 
-def _factory(parts: Parts) -> InstanceFactory:
-    budgets = Budgets.of(parts.config, parts.engine_config)
-    settings = EngineSettings(parts.engine_config, budgets, by_role=parts.by_role)
-    return InstanceFactory(settings, parts.launcher, parts.run, WallClock(), parts.instance_bytes)
-
-
 def _cluster(parts: Parts, factory: InstanceFactory) -> Cluster:
-    config = parts.config
-    instances = [factory.make(instance_id, role) for instance_id, role in config.instances()]
+    config, budgets = parts.config, Budgets.of(parts.config, parts.engine_config)
+    settings = EngineSettings(parts.engine_config, budgets, by_role=parts.by_role)
+    instances = [factory.make(name, role, settings) for name, role in config.instances()]
     timeouts = ClusterTimeouts(
         config.start_timeout_s,
         # With --pace an engine is idle while modelled time passes.
@@ -365,14 +363,7 @@ async def _answered(
 
     An engine that dies during a call may never answer it, so a call has a timeout. A call to a
     dead engine fails at once, so each retry follows a pause: doubled each time up to a maximum, of
-    which a random part of up to a half is left out.
-
-    Args:
-        clock: Clock of the pauses; None for the wall clock.
-        draw: Returns a random number in [0, 1).
-
-    Raises:
-        UserError: The instances have not answered any of several calls.
+    which a random part of up to a half is left out: ``draw`` returns a number in [0, 1).
     """
     clock = clock or WallClock()
     for number in range(_NUM_ASKED):
@@ -426,13 +417,6 @@ def _page(
     return LivePage(control, coordinator, client.requests, WallClock(), _store_stats(parts))
 
 
-def _edge_limits(config: ServeConfig, say: Say) -> EdgeLimits:
-    limits, problem = edge_limits(config, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    if problem:
-        say(problem)
-    return limits
-
-
 def _start_control(
     stack: AsyncExitStack,
     parts: Parts,
@@ -483,8 +467,32 @@ def _start_control(
     )
     stack.push_async_callback(scaler.stop)
     if config.scale_max:
-        _start_autoscaler(stack, config, scaler, executor, controller)
-    restarts = _restarts(parts, router, coordinator, client, lambda: scaler.is_under_way)
+        usual = AutoscaleOptions(config.scale_min, config.scale_max)
+        grow_s, shrink_s = usual.grow_after_s * config.dilate, usual.shrink_after_s * config.dilate
+        autoscaler = Autoscaler(
+            scaler,
+            executor.view,
+            lambda: controller.status().state is ControllerState.RUNNING,
+            replace(usual, grow_after_s=grow_s, shrink_after_s=shrink_s),
+            clock,
+            chosen.interval_s,
+            by_role=not chosen.is_elastic,
+        )
+        autoscaler.start()
+        stack.push_async_callback(autoscaler.stop)
+    store_socket = str(parts.run.store_socket) if config.kv_store else ""
+    admission = Admission(router.lookups, client, store_socket)
+    restarts = RollingRestarts(
+        cluster,
+        coordinator,
+        next(iter(cluster.instances.values())).settings,
+        parts.make_settings,
+        admission.check,
+        admission.forget,
+        config.request_timeout_s,
+        clock,
+        lambda: scaler.is_under_way,
+    )
     stack.push_async_callback(restarts.stop)
     nodes = NodeChanges(parts.launcher, scaler, cluster, clock)
     nodes.start()
@@ -494,71 +502,12 @@ def _start_control(
         log.add(rebalancing_of(executor.view(), moves, time.time(), options.time))
 
     if config.rebalances and config.kv_store:  # moved streams fetch their KV in the store
-        _start_rebalancer(stack, config, router, note_rebalancing)
+        given = {"tpot_s": float(config.routing_section.get("tpot_s", 0.0))}
+        rebalancing = RebalanceOptions(**stretched(RebalanceOptions, given, config.dilate))
+        rebalancer = Rebalancer(router, rebalancing, clock, note_rebalancing)
+        rebalancer.start()
+        stack.push_async_callback(rebalancer.stop)
     return Control(controller, executor, roles, drains, scaler, router.policy, restarts, nodes)
-
-
-def _start_rebalancer(
-    stack: AsyncExitStack,
-    config: ServeConfig,
-    router: Router,
-    note: Callable[[Mapping[InstanceId, Sequence[Stream]]], None],
-) -> None:
-    given = {"tpot_s": float(config.routing_section.get("tpot_s", 0.0))}
-    options = RebalanceOptions(**stretched(RebalanceOptions, given, config.dilate))
-    rebalancer = Rebalancer(
-        router.cluster, lambda: router.output_lengths.lengths, options, WallClock(), note
-    )
-    rebalancer.start()
-    stack.push_async_callback(rebalancer.stop)
-
-
-def _start_autoscaler(
-    stack: AsyncExitStack,
-    config: ServeConfig,
-    scaler: Scaler,
-    executor: MoveExecutor,
-    controller: Controller,
-) -> None:
-    usual = AutoscaleOptions(config.scale_min, config.scale_max)
-    autoscaler = Autoscaler(
-        scaler,
-        executor.view,
-        lambda: controller.status().state is ControllerState.RUNNING,
-        replace(
-            usual,
-            grow_after_s=usual.grow_after_s * config.dilate,
-            shrink_after_s=usual.shrink_after_s * config.dilate,
-        ),
-        WallClock(),
-        config.orchestrator.interval_s,
-        by_role=not config.orchestrator.is_elastic,
-    )
-    autoscaler.start()
-    stack.push_async_callback(autoscaler.stop)
-
-
-def _restarts(
-    parts: Parts,
-    router: Router,
-    coordinator: Coordinator,
-    client: DisaggregatedClient,
-    is_scaling: Callable[[], bool],
-) -> RollingRestarts:
-    store_socket = str(parts.run.store_socket) if parts.config.kv_store else ""
-    admission = Admission(router.lookups, client, store_socket)
-    settings = next(iter(router.cluster.instances.values())).settings
-    return RollingRestarts(
-        router.cluster,
-        coordinator,
-        settings,
-        parts.make_settings,
-        admission.check,
-        admission.forget,
-        parts.config.request_timeout_s,
-        WallClock(),
-        is_scaling,
-    )
 
 
 def _section(config: ServeConfig, engine_config: VllmConfig) -> dict[str, Any]:
@@ -570,24 +519,20 @@ def _section(config: ServeConfig, engine_config: VllmConfig) -> dict[str, Any]:
     chosen = config.orchestrator
     if chosen.is_elastic:
         num_tokens, num_requests = own_budget(engine_config)
+        predicts = config.routing_policy == SLO_AWARE
         return {
             "profile": forecast_profile(config),
             "dilation": config.dilate,
             "ttft_s": chosen.slo_ttft_s,
             "tpot_s": chosen.slo_tpot_s,
-            "routing": _forecast_routing(config),
+            # The server's own routing shapes the arrangement only if it predicts times.
+            "routing": config.routing_policy if predicts else ServeConfig().routing_policy,
             "min_step_tokens": min(num_requests, num_tokens),
             "max_step_tokens": num_tokens,
         }
     if chosen.policy in ("still", "elastic"):
         return {}
     return {"min_timeout_s": _MIN_STEP_TIMEOUT_S, "hop_bytes_per_s": _HOP_BYTES_PER_S}
-
-
-def _forecast_routing(config: ServeConfig) -> str:
-    """Return the forecast's routing policy: the server's own if it shapes the arrangement."""
-    usual = ServeConfig().routing_policy
-    return config.routing_policy if config.routing_policy == SLO_AWARE else usual
 
 
 async def _offer(

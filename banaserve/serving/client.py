@@ -44,19 +44,21 @@ from banaserve.engine.compat.requests import (
     RequestOutput,
     SamplingParams,
 )
-from banaserve.serving.cluster import Cluster
+from banaserve.serving.instances.instance import Instance
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.requests.disagg_request import DEAD, out_of_time, run_request
-from banaserve.serving.requests.intake import Blockers, take_client_args, take_in
-from banaserve.serving.requests.leg_output import next_output
-from banaserve.serving.requests.lora import Adapters
+from banaserve.serving.requests.intake import (
+    Adapters,
+    Blockers,
+    SessionTokens,
+    take_client_args,
+    take_in,
+)
 from banaserve.serving.requests.request_context import RequestContext
 from banaserve.serving.requests.router import Router
 from banaserve.serving.requests.sequences import run_sequences, sequences_of
-from banaserve.serving.requests.session_tokens import SessionTokens
 from banaserve.serving.requests.suspects import MAX_DEATHS, given_up
-from banaserve.serving.tracing.http_call import HttpCall, http_call
-from banaserve.serving.tracing.request_log import RequestLog
+from banaserve.serving.tracing.request_log import HttpCall, RequestLog, http_call
 
 if TYPE_CHECKING:  # OpenTelemetry is imported only if it is used
     from banaserve.serving.tracing.otlp import OtlpTracer
@@ -247,25 +249,18 @@ class DisaggregatedClient(EngineClient):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a session whose prompt arrives in pieces, on one instance."""
         given = self._engine_options(params, options)
-        serving = await self._cluster.taking()
-        if not serving:
-            raise GracefulHTTPError("no instance serves", HTTPStatus.SERVICE_UNAVAILABLE)
-        instance = serving[-1]
+        instance = (await self._serving())[-1]
         assert instance.llm is not None
-        terms = tenant_terms.get()
-        tokens = SessionTokens(terms, params) if terms else None
-        if tokens is not None:
-            tokens.check()
+        tokens = SessionTokens(tenant_terms.get(), params)
+        tokens.check()
         stream = instance.llm.generate(_salted(prompt), params, request_id, **given)
         try:
             with instance.holding(0):
                 async with contextlib.aclosing(stream) as outputs:
                     async for output in outputs:
-                        if tokens is not None:
-                            tokens.add(output)
+                        tokens.add(output)
                         yield output
-                        if tokens is not None:
-                            tokens.check()
+                        tokens.check()
         except DEAD as death:
             metrics.BROKEN.inc()
             raise compat.EngineGenerateError(
@@ -275,18 +270,54 @@ class DisaggregatedClient(EngineClient):
     async def encode(  # type: ignore[override]  # of its options only those that it names
         self, prompt: Any, pooling_params: PoolingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """Compute a request of a pooling model; see ``pool``."""
+        """Compute a pooling request on the least busy instance, or on another if that one dies.
+
+        Raises:
+            GracefulHTTPError: No instance serves, the deadline has passed, or ``MAX_DEATHS``
+                instances died under the request.
+        """
         own_prompt(prompt)
         options.pop("trace_headers", None)
-        request = (prompt, pooling_params, request_id)
         options = self._adapters.resolve_lora(options)
         deadline = asyncio.get_running_loop().time() + self._request_timeout_s
-        stream = pool(self._cluster, deadline, *request, **options)
-        async with contextlib.aclosing(stream) as outputs:
-            async for output in outputs:
-                yield output
-                if (terms := tenant_terms.get()) is not None and output.finished:
-                    terms.use_tokens(len(output.prompt_token_ids))
+        num_deaths = 0
+        while num_deaths < MAX_DEATHS:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    serving = await self._serving()
+            except TimeoutError:
+                raise out_of_time() from None
+            instance = min(serving, key=lambda i: i.inflight_requests)
+            assert instance.llm is not None
+            try:
+                with instance.holding(0):
+                    stream = instance.llm.encode(prompt, pooling_params, request_id, **options)
+                    async with contextlib.aclosing(stream):
+                        while True:
+                            # Encloses no yield, since different tasks may ask for the outputs.
+                            async with asyncio.timeout_at(deadline):
+                                output = await anext(stream, None)
+                            if output is None:
+                                return
+                            yield output
+                            if (terms := tenant_terms.get()) is not None and output.finished:
+                                terms.use_tokens(len(output.prompt_token_ids))
+            except DEAD:
+                num_deaths += not instance.is_orphaned
+                metrics.RETRIES.labels("pooling").inc()
+            except TimeoutError:
+                raise out_of_time() from None
+        raise given_up(request_id, MAX_DEATHS)
+
+    async def _serving(self) -> list[Instance]:
+        """Return the instances that a request of one leg may go to, at least one.
+
+        Raises:
+            GracefulHTTPError: No instance serves.
+        """
+        if serving := await self._cluster.taking():
+            return serving
+        raise GracefulHTTPError("no instance serves", HTTPStatus.SERVICE_UNAVAILABLE)
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         if self._cluster.has_failed:
@@ -322,7 +353,9 @@ class DisaggregatedClient(EngineClient):
         return bool(answers) and all(answers)
 
     async def sleep(self, level: int = 1, mode: Any = "abort") -> None:
-        check_sleep(level)
+        if level > _LIGHT_SLEEP:
+            # Awake again, the engine would compute without them and put wrong KV into the store.
+            raise NotImplementedError(f"sleep level {level} throws weights away: use level 1")
         self._router.residency.forget()
         self._mark_all_aborted(mode)
         await self._broadcast("sleep", level, mode)
@@ -359,7 +392,8 @@ class DisaggregatedClient(EngineClient):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        check_weights_stay(method)
+        if "weight" in method or method in _CHANGE_WEIGHTS:
+            raise NotImplementedError(f"{method}: {_WEIGHTS}")
         answers = await self._broadcast("collective_rpc", method, timeout, args, kwargs)
         return [one for answer in answers for one in answer]
 
@@ -442,67 +476,6 @@ class DisaggregatedClient(EngineClient):
 
     def shutdown(self, timeout: float | None = None) -> None:
         self.renderer.shutdown()
-
-
-async def pool(
-    cluster: Cluster, deadline: float, *request: Any, **options: Any
-) -> AsyncGenerator[PoolingRequestOutput, None]:
-    """Compute a pooling request on the least busy instance, or on another if that one dies.
-
-    Args:
-        deadline: Deadline on the event loop's clock, in seconds.
-        request: Positional arguments of vLLM's ``encode``; the last one is the request's id.
-        options: Keyword arguments of vLLM's ``encode``.
-
-    Raises:
-        GracefulHTTPError: No instance serves, the deadline has passed, or ``MAX_DEATHS`` instances
-            died under the request.
-    """
-    num_deaths = 0
-    while num_deaths < MAX_DEATHS:
-        try:
-            async with asyncio.timeout_at(deadline):
-                serving = await cluster.taking()
-        except TimeoutError:
-            raise out_of_time() from None
-        if not serving:
-            raise GracefulHTTPError("no instance serves", HTTPStatus.SERVICE_UNAVAILABLE)
-        instance = min(serving, key=lambda i: i.view().inflight_requests)
-        assert instance.llm is not None
-        try:
-            with instance.holding(0):
-                stream = instance.llm.encode(*request, **options)
-                async with contextlib.aclosing(stream):
-                    while (output := await next_output(stream, deadline)) is not None:
-                        yield output
-            return
-        except DEAD:
-            num_deaths += not instance.is_orphaned
-            metrics.RETRIES.labels("pooling").inc()
-        except TimeoutError:
-            raise out_of_time() from None
-    raise given_up(str(request[-1]), MAX_DEATHS)
-
-
-def check_weights_stay(method: str) -> None:
-    """Check that a method of vLLM's workers keeps the weights, to which the store's KV belongs.
-
-    Raises:
-        NotImplementedError: The method changes the weights, as ``reload_weights`` does.
-    """
-    if "weight" in method or method in _CHANGE_WEIGHTS:
-        raise NotImplementedError(f"{method}: {_WEIGHTS}")
-
-
-def check_sleep(level: int) -> None:
-    """Check that a sleep of this level keeps the weights.
-
-    Raises:
-        NotImplementedError: The weights would be lost; after waking up, the engine would compute
-            without them and put wrong KV into the store.
-    """
-    if level > _LIGHT_SLEEP:
-        raise NotImplementedError(f"sleep level {level} throws weights away: use level 1")
 
 
 async def _salted(pieces: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:

@@ -15,7 +15,7 @@ from banaserve.base.types import Role
 from banaserve.contracts.rpc.engine_api import CoreApi
 from banaserve.contracts.rpc.typed_rpc import call
 from banaserve.engine.compat import engine as compat
-from banaserve.serving.launch.budgets import Budgets
+from banaserve.serving.launch.engine_settings import Budgets
 from engine_steps import Load, _scheduler
 
 STEP_TOKENS, REQUESTS = 64, 4

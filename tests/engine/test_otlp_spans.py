@@ -26,9 +26,14 @@ from banaserve.contracts.trace_events import FirstToken, LegBegan, Prepared
 from banaserve.engine.compat.front.server import get_span_exporter
 from banaserve.frontdoor.middleware.request_context import CallTimes
 from banaserve.serving.tracing import otlp
-from banaserve.serving.tracing.http_call import HttpCall, http_call
 from banaserve.serving.tracing.otlp import BoundedSpans, OtlpTracer
-from banaserve.serving.tracing.request_log import RequestLog, RequestSpan, SeenRoute
+from banaserve.serving.tracing.request_log import (
+    HttpCall,
+    RequestLog,
+    RequestSpan,
+    SeenRoute,
+    http_call,
+)
 from banaserve.serving.tracing.trace_collection import TraceCollector
 from benchmarks.drivers.otlp_receiver import OtlpReceiver
 from forked import Forked

@@ -43,8 +43,7 @@ from banaserve.contracts.trace_events import (
 from banaserve.engine.compat import engine as compat
 from banaserve.engine.connector.metadata import StepResult
 from banaserve.engine.connector.scheduler_side.request_notes import ConnectorNotes
-from banaserve.serving.tracing.http_call import HttpCall
-from banaserve.serving.tracing.request_log import RequestLog, RequestNotes, SeenRoute
+from banaserve.serving.tracing.request_log import HttpCall, RequestLog, RequestNotes, SeenRoute
 from banaserve.serving.tracing.trace_collection import TraceCollector
 
 
@@ -137,7 +136,7 @@ def test_events_of_one_request_are_bounded_and_its_end_is_always_told() -> None:
         for _ in range(MAX_EVENTS + 3):
             notes.note(LegBegan("whole", "d0", "s-1"), "s-1", 1)
     assert len(notes.events()) == MAX_EVENTS + 1
-    assert isinstance(notes.events()[-1][1], RequestEnded)
+    assert isinstance(notes.events()[-1].event, RequestEnded)
     assert (notes.num_dropped, len(notes.legs)) == (3, MAX_EVENTS)
 
 

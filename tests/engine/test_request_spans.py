@@ -35,8 +35,7 @@ from banaserve.contracts.trace_events import (
 )
 from banaserve.engine.compat import engine as compat
 from banaserve.engine.connector.scheduler_side.request_notes import ConnectorNotes
-from banaserve.serving.tracing.http_call import HttpCall
-from banaserve.serving.tracing.request_log import RequestLog
+from banaserve.serving.tracing.request_log import HttpCall, RequestLog
 from banaserve.serving.tracing.spans import FRONT_DOOR, spans_of
 from banaserve.serving.tracing.trace_collection import TraceCollector
 

@@ -17,8 +17,8 @@ from banaserve.orchestrator.control.routing.registry import make_named
 from banaserve.orchestrator.control.turn import Mode
 from banaserve.orchestrator.planner.loop.decision_log import DecisionLog
 from banaserve.orchestrator.planner.loop.loop import Controller, ControllerOptions
-from banaserve.serving.roles.drain import Drains
-from banaserve.serving.scaling.node_changes import NodeChanges
+from banaserve.serving.operations.node_changes import NodeChanges
+from banaserve.serving.operations.roles import Drains
 from banaserve.serving.tracing.request_log import RequestLog
 from banaserve.serving.tracing.trace_collection import TraceCollector
 from scaling_doubles import Cluster, Factory, Machines, scaler_of

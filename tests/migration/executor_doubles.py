@@ -10,10 +10,10 @@ import torch
 import migration_doubles as doubles
 from banaserve.base.clock import WallClock
 from banaserve.base.types import InstanceId, InstanceReport, InstanceView, Role
-from banaserve.serving.executor import MoveExecutor
+from banaserve.serving.instances.service_state import ServiceState
 from banaserve.serving.moves.guest_monitor import GuestMonitor
-from banaserve.serving.roles.role_switch import Roles
-from banaserve.serving.service_state import ServiceState
+from banaserve.serving.operations.executor import MoveExecutor
+from banaserve.serving.operations.roles import Roles
 
 FACTS = doubles.FACTS
 CONFIG = SimpleNamespace(
@@ -71,7 +71,7 @@ class Instance(doubles.Instance):
             self.role,
             self.takes_requests,
             report,
-            0,
+            self.inflight_requests,
             0,
             1.0,
             placements=self.placements,

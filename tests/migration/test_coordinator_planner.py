@@ -15,14 +15,22 @@ from banaserve.contracts.move_phase import ModelGeometry
 from banaserve.migration.units.heads import HeadSet
 from banaserve.migration.units.layers import LayerRange
 from banaserve.migration.worker_api import KvStatus
-from banaserve.serving.moves.move_plan import RemoteUnit, UnitMove, plan_move, plan_return
+from banaserve.serving.moves.move_plan import (
+    MAX_TIMEOUT_S,
+    MoveStage,
+    RemoteUnit,
+    UnitMove,
+    copies_again,
+    plan_move,
+    plan_return,
+    timeout_s,
+)
 from banaserve.serving.moves.sizes import (
     GUEST_BYTES,
     ModelFacts,
     _checkpoint_layer_bytes,
     check_room,
 )
-from banaserve.serving.moves.timeouts import MAX_TIMEOUT_S, MoveStage, copies_again, timeout_s
 
 SHAPE = ModelGeometry(30, 3)
 LAYERS = LayerRange
@@ -155,15 +163,15 @@ def test_room_on_the_target():
         written_blocks=0,
     )
     layers, heads = 10 * 1000 + 10 * 100 * 3000, 2 * 100 * 1000
-    assert check_room(LAYERS(0, 10), "p0", facts, kv, lambda _: 1 << 40) == layers
-    assert check_room(HeadSet({5: (1, 2)}), "p0", facts, kv, lambda _: 1 << 40) == heads
-    assert check_room(LAYERS(0, 10), "p0", facts, kv, lambda _: GUEST_BYTES + layers) == layers
+    assert check_room(LAYERS(0, 10), "p0", facts, kv, 1 << 40) == layers
+    assert check_room(HeadSet({5: (1, 2)}), "p0", facts, kv, 1 << 40) == heads
+    assert check_room(LAYERS(0, 10), "p0", facts, kv, GUEST_BYTES + layers) == layers
     with pytest.raises(MigrationError, match=r"p0 has no room for layers 0:10: they take"):
-        check_room(LAYERS(0, 10), "p0", facts, kv, lambda _: GUEST_BYTES + layers - 1)
+        check_room(LAYERS(0, 10), "p0", facts, kv, GUEST_BYTES + layers - 1)
     two = GUEST_BYTES * 2 + layers
-    assert check_room(LAYERS(0, 10), "p0", facts, kv, lambda _: two, 2) == layers
+    assert check_room(LAYERS(0, 10), "p0", facts, kv, two, 2) == layers
     with pytest.raises(MigrationError, match="p0 has no room"):
-        check_room(LAYERS(0, 10), "p0", facts, kv, lambda _: two - 1, 2)
+        check_room(LAYERS(0, 10), "p0", facts, kv, two - 1, 2)
 
 
 def test_weights_of_a_layer_are_read_from_the_checkpoint(tmp_path: Path):

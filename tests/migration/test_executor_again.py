@@ -13,7 +13,7 @@ import executor_doubles as doubles
 from banaserve.base.clock import WallClock
 from banaserve.base.types import InstanceId, Module, MoveModule, ReturnModule, Step
 from banaserve.contracts.instances import Ending
-from banaserve.serving.executor import MoveExecutor
+from banaserve.serving.operations.executor import MoveExecutor
 from waiting import until
 
 D0, P0 = InstanceId("d0"), InstanceId("p0")

@@ -22,9 +22,8 @@ from banaserve.contracts.migration_api import MoveLayers, ShareRequest
 from banaserve.migration.guest.throttle import ComputeThrottle
 from banaserve.serving.moves.guest_monitor import GuestMonitor
 from banaserve.serving.moves.guest_pool import GuestPool
-from banaserve.serving.moves.guest_sharing import predicted_slow_down, share
+from banaserve.serving.moves.placement import placement_of, predicted_slow_down, share
 from banaserve.serving.moves.process_stats import CoreWaits, ProcessUsage
-from banaserve.serving.moves.status import placement_of
 
 PIECES = st.lists(
     st.tuples(st.floats(0.0, 2.0), st.floats(1e-3, 1.0)), min_size=1, max_size=30

@@ -35,8 +35,8 @@ from banaserve.migration.units.layers import LayerRange
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.model.learnt_time import EASED_AFTER_S
 from banaserve.orchestrator.control.move_policies.options import RepairedOptions
-from banaserve.serving import executor as executors
-from banaserve.serving.executor import ask_of, instance_facts, with_device
+from banaserve.serving.operations import executor as executors
+from banaserve.serving.operations.executor import ask_of, instance_facts, with_device
 from depth import seeds
 from waiting import until
 
@@ -552,9 +552,9 @@ async def test_one_slow_move_does_not_forbid_all_others(world, monkeypatch):
     budget_s = RepairedOptions().migration_budget_s
     world.executor.view()
     assert world.executor.link().sync_s > budget_s
-    now_s = world.executor._clock.now()
+    now_s = world.executor.clock.now()
     clock = SimpleNamespace(now=lambda: now_s + 20 * EASED_AFTER_S)
-    monkeypatch.setattr(world.executor, "_clock", clock)
+    monkeypatch.setattr(world.executor, "clock", clock)
     assert world.executor.link().sync_s < budget_s / 2
 
 

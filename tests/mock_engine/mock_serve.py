@@ -13,10 +13,10 @@ from pathlib import Path
 
 from banaserve.cli.serve import launch as serve_launch
 from banaserve.kvstore.daemon.supervised import StoreTimeouts, SupervisedStore
-from banaserve.serving.launch import launcher, messages, spawn
+from banaserve.serving.instances import probe
+from banaserve.serving.launch import launcher, messages
 from banaserve.serving.launch.launcher import ForkLauncher
 from banaserve.serving.launch.parent_link import ORDER_S, ParentLink, start_parent
-from banaserve.serving.liveness import probe
 from mock_facts import HOST_VARIABLE, MockOptions
 
 _CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000
@@ -27,7 +27,7 @@ def mock_launcher(argv: list[str]) -> ForkLauncher:
     """Launcher of mock cores, which one small parent forks."""
     ours, theirs = socket.socketpair()
     with theirs:
-        process = spawn.spawn(
+        process = messages.spawn(
             messages.ParentLaunch(argv, theirs.fileno()),
             os.environ,
             pass_fds=(theirs.fileno(),),
@@ -38,7 +38,7 @@ def mock_launcher(argv: list[str]) -> ForkLauncher:
 
 def mock_engines() -> None:
     """Let this process, and all that it starts, start mock cores in place of engines."""
-    spawn._MODULE = "mock_parent"
+    messages._MODULE = "mock_parent"
     serve_launch._fork_launcher = lambda argv, _config: mock_launcher(argv)
     options = MockOptions.read()
     serve_launch._instance_bytes = lambda *_: options.instance_bytes

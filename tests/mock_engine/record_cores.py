@@ -90,8 +90,7 @@ def real_core(folder: Path, front: FrontEnd) -> Iterator[subprocess.Popen[bytes]
     import small_model
     from banaserve.contracts.environment import ENVIRONMENT
     from banaserve.engine.engine_args import common_options
-    from banaserve.serving.launch.messages import StartEngine
-    from banaserve.serving.launch.spawn import spawn
+    from banaserve.serving.launch.messages import StartEngine, spawn
 
     model = small_model.resolve()
     argv = ["--model", model.path_or_id, "--served-model-name", model.served_name]

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from banaserve.nodes.server.pool import PoolNode
-from banaserve.serving.instance import Instance
+from banaserve.serving.instances.instance import Instance
 from node_doubles import launcher_of
 
 

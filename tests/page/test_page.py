@@ -22,8 +22,7 @@ from banaserve.contracts.trace_events import FirstToken, LegBegan
 from banaserve.frontdoor.page.page import PageMiddleware
 from banaserve.frontdoor.page.records import PageInfo, page_link
 from banaserve.frontdoor.page.replay import Replay, read_decisions, replay_app
-from banaserve.serving.tracing.http_call import HttpCall
-from banaserve.serving.tracing.request_log import TracedLeg
+from banaserve.serving.tracing.request_log import HttpCall, TracedLeg
 from browsing import Browser, browser, check_accessible, keep
 from served_admin import KEY, Served
 from waiting import eventually

@@ -26,7 +26,7 @@ from banaserve.frontdoor.page.page import PageMiddleware, page_files
 from banaserve.frontdoor.page.records import PageInfo
 from banaserve.frontdoor.page.replay import replay_app
 from banaserve.mains.serve import _page
-from banaserve.serving.tracing.http_call import HttpCall
+from banaserve.serving.tracing.request_log import HttpCall
 from served_admin import KEY, Served
 from test_ui_replay import replay_of
 from waiting import until

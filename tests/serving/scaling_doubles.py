@@ -12,8 +12,8 @@ from banaserve.base.clock import WallClock
 from banaserve.base.errors import InstanceDeadError, MigrationError, UserError
 from banaserve.base.types import InstanceId, Role
 from banaserve.contracts.instances import NodeStatus
-from banaserve.serving.roles.drain import Drains
-from banaserve.serving.scaling.scaler import Scaler
+from banaserve.serving.operations.roles import Drains
+from banaserve.serving.operations.scaler import Scaler
 from migration_doubles import SleepLauncher
 
 

@@ -11,9 +11,9 @@ import model_shapes
 from banaserve.base.clock import WallClock
 from banaserve.base.types import NO_WAYS, Distance, InstanceId, InstanceView, Role
 from banaserve.engine.compat.config import kv_token_bytes
-from banaserve.serving.cluster import Cluster
+from banaserve.serving.instances.cluster import Cluster
+from banaserve.serving.instances.probe import ClusterTimeouts
 from banaserve.serving.launch.launcher import InstancePlace
-from banaserve.serving.liveness.timeouts import ClusterTimeouts
 
 WAYS = {("a", "b"): Distance(1e-3, 1e9), ("b", "a"): Distance(2e-3, 2e9)}
 

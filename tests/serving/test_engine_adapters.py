@@ -19,7 +19,7 @@ from vllm.sampling_params import SamplingParams
 from banaserve.engine.compat import engine as compat
 from banaserve.engine.compat import kv_cache
 from banaserve.serving.client import DisaggregatedClient
-from banaserve.serving.requests.lora import Adapters
+from banaserve.serving.requests.intake import Adapters
 
 BLOCK_SIZE = 4
 
@@ -106,7 +106,7 @@ async def test_engines_are_told_the_adapter_and_the_user_its_name(folder: Path) 
     made._adapters, made._request_timeout_s = Adapters(), 60.0
     instance = SimpleNamespace(
         llm=SimpleNamespace(add_lora=add_lora, encode=encode),
-        view=lambda: SimpleNamespace(inflight_requests=0),
+        inflight_requests=0,
         holding=lambda _: _Nothing(),
     )
 

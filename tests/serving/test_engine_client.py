@@ -41,16 +41,14 @@ from banaserve.engine.engine_args import parse_vllm_argv
 from banaserve.frontdoor.app import vllm_app
 from banaserve.orchestrator.control.routing.named import NamedPolicy
 from banaserve.serving.client import DisaggregatedClient
-from banaserve.serving.cluster import Cluster
+from banaserve.serving.instances.cluster import Cluster
+from banaserve.serving.instances.probe import ClusterTimeouts
+from banaserve.serving.instances.service_state import ServiceState
 from banaserve.serving.launch.launcher import InstancePlace
-from banaserve.serving.liveness.timeouts import ClusterTimeouts
-from banaserve.serving.requests.intake import Blockers
-from banaserve.serving.requests.lora import Adapters
+from banaserve.serving.requests.intake import Adapters, Blockers
 from banaserve.serving.requests.request_context import RequestContext
 from banaserve.serving.requests.router import Router
-from banaserve.serving.service_state import ServiceState
-from banaserve.serving.tracing.http_call import HttpCall
-from banaserve.serving.tracing.request_log import RequestNotes
+from banaserve.serving.tracing.request_log import HttpCall, RequestNotes
 
 MAX_MODEL_LEN = 16
 
@@ -254,7 +252,7 @@ async def test_tenants_share_no_cache_of_pooling_models(
 
     instance = SimpleNamespace(
         llm=SimpleNamespace(encode=encode),
-        view=lambda: SimpleNamespace(inflight_requests=0),
+        inflight_requests=0,
         holding=lambda _: _Nothing(),
     )
     token = tenant.set(name)
@@ -278,7 +276,7 @@ async def test_a_pooling_request_outlives_its_instance_and_not_its_deadline() ->
     def instance(encode: Any, requests: int, is_orphaned: bool = False) -> Any:
         return SimpleNamespace(
             llm=SimpleNamespace(encode=encode),
-            view=lambda: SimpleNamespace(inflight_requests=requests),
+            inflight_requests=requests,
             holding=lambda _: _Nothing(),
             is_orphaned=is_orphaned,
         )
@@ -335,7 +333,7 @@ def _dying() -> Any:
 
     return SimpleNamespace(
         llm=SimpleNamespace(encode=die),
-        view=lambda: SimpleNamespace(inflight_requests=0),
+        inflight_requests=0,
         holding=lambda _: _Nothing(),
         is_orphaned=False,
     )

@@ -22,23 +22,20 @@ from vllm.v1.metrics.stats import IterationStats
 
 from banaserve.base.clock import WallClock
 from banaserve.base.types import InstanceId, RequestView, Route
-from banaserve.contracts.trace_events import TraceLine
 from banaserve.engine.compat import engine as compat
 from banaserve.engine.connector.handover import Handover
 from banaserve.engine.continuation import output_of, with_output
-from banaserve.serving.instance import DRAINED
+from banaserve.serving.instances.instance import DRAINED
 from banaserve.serving.launch.launcher import InstancePlace
 from banaserve.serving.requests.decode_batching import DecodeBatching
 from banaserve.serving.requests.disagg_request import run_request
 from banaserve.serving.requests.intake import Blockers
 from banaserve.serving.requests.prefix_lookup import HoldEnd, PrefixLookups
 from banaserve.serving.requests.request_context import Prediction, RequestContext
-from banaserve.serving.requests.residency import Residency
-from banaserve.serving.requests.router import RoutedLegs, WeightsReplacedError
+from banaserve.serving.requests.router import Residency, RoutedLegs, WeightsReplacedError
 from banaserve.serving.requests.sequences import run_sequences, sequences_of
 from banaserve.serving.requests.suspects import EnginesDiedError
-from banaserve.serving.tracing.http_call import HttpCall
-from banaserve.serving.tracing.request_log import RequestNotes
+from banaserve.serving.tracing.request_log import HttpCall, RequestNotes
 from banaserve.serving.tracing.spans import FRONT_DOOR, spans_of
 from waiting import until
 
@@ -242,11 +239,7 @@ async def test_a_death_in_mid_stream_is_seen_in_the_parts_of_its_time() -> None:
         await reader.read()
     notes = work.notes
     notes.end("length")
-    lines = [
-        TraceLine(one.at_s - notes.arrived_s, FRONT_DOOR, one.event, one.leg_id)
-        for one in notes.events()
-    ]
-    spans = spans_of(notes.summary(), lines)
+    spans = spans_of(notes.summary(), notes.events())
     found = [(one.name, one.process, bool(one.error)) for one in spans]
     assert found == [
         ("prefill", "p0", False),
@@ -632,7 +625,7 @@ class Holds:
     def __init__(self) -> None:
         self.ended: list[HoldEnd] = []
 
-    async def end_holds(self, holds: list[HoldEnd]) -> None:
+    def end_holds(self, holds: list[HoldEnd]) -> None:
         self.ended += holds
 
 

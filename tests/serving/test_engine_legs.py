@@ -18,7 +18,7 @@ from banaserve.engine.compat import engine as compat
 from banaserve.engine.compat.runner_hooks import RewindableGenerator, advance, rewind_failed_loads
 from banaserve.engine.connector.handover import Handover
 from banaserve.engine.continuation import logprob_rows, output_of, with_output
-from banaserve.serving.liveness.restart_policy import RestartPolicy
+from banaserve.serving.instances.supervisor import RestartPolicy
 from banaserve.serving.requests.intake import (
     end_with_context,
     first_token_blocker,
@@ -262,18 +262,19 @@ def test_what_a_client_sends_there_is_no_handover(given: dict[str, object] | Non
 
 
 def test_restarts_wait_longer_each_time_and_end() -> None:
-    policy = RestartPolicy(limit=3, window_s=100.0, first_s=1.0)
-    assert [policy.next_delay_s(now_s=10.0 + i) for i in range(4)] == [1.0, 2.0, 4.0, None]
-    assert policy.next_delay_s(now_s=500.0) == 1.0
+    policy = RestartPolicy(limit=3)
+    assert [policy.next_delay_s(now_s=10.0 + i) for i in range(4)] == [0.5, 1.0, 2.0, None]
+    assert policy.next_delay_s(now_s=309.0) is None
+    assert policy.next_delay_s(now_s=500.0) == 0.5
 
 
 def test_an_instance_that_has_served_for_a_while_is_as_good_as_new() -> None:
-    policy = RestartPolicy(limit=2, window_s=100.0, first_s=1.0, healthy_s=10.0)
-    assert [policy.next_delay_s(float(i)) for i in range(2)] == [1.0, 2.0]
+    policy = RestartPolicy(limit=2)
+    assert [policy.next_delay_s(float(i)) for i in range(2)] == [0.5, 1.0]
     policy.has_served(9.0)
     assert policy.next_delay_s(20.0) is None
     policy.has_served(10.0)
-    assert policy.next_delay_s(30.0) == 1.0
+    assert policy.next_delay_s(30.0) == 0.5
 
 
 def test_a_rewound_generator_draws_the_same_again() -> None:

@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+pytest.importorskip("vllm")
+
 from banaserve.base.types import InstanceId, Role
-from banaserve.serving.generations import Member, can_leave, candidates, is_lost, restart_order
+from banaserve.serving.instances.generations import (
+    can_leave,
+    candidates,
+    is_lost,
+    restart_order,
+)
+from banaserve.serving.instances.instance import State
 
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "c": Role.COLOCATED}
 
 
-def members(words: str) -> list[Member]:
+def member(name: str, weights: str, *, takes: bool, serves: bool, lives: bool = True) -> Any:
+    return SimpleNamespace(
+        id=InstanceId(name),
+        role=ROLES[name[0]],
+        weights=weights,
+        settings=SimpleNamespace(number=int(weights == "new")),
+        takes_requests=takes,
+        is_ready=serves,
+        state=State.READY if lives else State.FAILED,
+    )
+
+
+def members(words: str) -> list[Any]:
     """Instances in words: after its weights ``-`` says that one is about to be replaced, ``!`` that
     it is being started, ``?`` that it is given up, and nothing that it takes requests."""
     made = []
@@ -18,17 +41,8 @@ def members(words: str) -> list[Member]:
         name, _, state = word.partition(":")
         weights = state.rstrip("-!?")
         mark = state.removeprefix(weights)
-        made.append(
-            Member(
-                InstanceId(name),
-                ROLES[name[0]],
-                weights,
-                number=int(weights == "new"),
-                takes=not mark,
-                serves=mark in ("", "-"),
-                lives=mark != "?",
-            )
-        )
+        serves, lives = mark in ("", "-"), mark != "?"
+        made.append(member(name, weights, takes=not mark, serves=serves, lives=lives))
     return made
 
 
@@ -117,9 +131,8 @@ def test_new_requests_change_weights_once_in_a_restart(state: str) -> None:
     known = {one.id: one for one in members(state)}
     served = []
     for name in restart_order(known.values()):
-        role = known[name].role
         for mark, weights in ((False, "old"), (False, "new"), (True, "new")):
-            known[name] = Member(name, role, weights, int(weights == "new"), mark, mark, True)
+            known[name] = member(name, weights, takes=mark, serves=mark)
             chosen = candidates(known.values())
             served.append({known[one].weights for one in chosen})
     assert all(len(one) == 1 for one in served)

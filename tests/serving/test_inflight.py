@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.serving.inflight import Inflight, InflightLeg
+from banaserve.serving.instances.inflight import Inflight, InflightLeg
 
 
 class Counts:

@@ -23,9 +23,8 @@ from banaserve.base.platform.processes import is_running
 from banaserve.mains import engine_parent, spawned
 from banaserve.serving.launch import messages
 from banaserve.serving.launch.launcher import ForkLauncher
-from banaserve.serving.launch.messages import StartEngine
+from banaserve.serving.launch.messages import StartEngine, spawn
 from banaserve.serving.launch.parent_link import ParentLink, ParentLostError
-from banaserve.serving.launch.spawn import spawn
 from waiting import until
 
 

@@ -15,10 +15,10 @@ from banaserve.base.clock import WallClock
 from banaserve.base.errors import MigrationError, UserError
 from banaserve.base.types import InstanceId, Role
 from banaserve.contracts.instances import NodeChange
-from banaserve.serving.roles.drain import Drains
-from banaserve.serving.scaling import node_changes
-from banaserve.serving.scaling.node_changes import NodeChanges
-from banaserve.serving.scaling.plan import InstanceCounts
+from banaserve.serving.operations import node_changes
+from banaserve.serving.operations.node_changes import NodeChanges
+from banaserve.serving.operations.roles import Drains
+from banaserve.serving.operations.scale_plan import InstanceCounts
 from scaling_doubles import Cluster, Factory, Machines, scaler_of
 from waiting import until
 

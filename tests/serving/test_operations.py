@@ -10,7 +10,7 @@ import pytest
 
 from banaserve.base.clock import WallClock
 from banaserve.base.errors import InstanceDeadError, MigrationError
-from banaserve.serving.operations import OperationAbortedError, Operations
+from banaserve.serving.operation_base import OperationAbortedError, Operations
 
 
 class Shown(msgspec.Struct):

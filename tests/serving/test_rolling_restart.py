@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,16 +21,16 @@ from banaserve.base.errors import InstanceDeadError, MigrationError, UserError
 from banaserve.base.types import InstanceId, Role
 from banaserve.contracts.restart_api import RestartRequest, RollingRestart
 from banaserve.engine.compat.requests import RequestOutput, RequestOutputKind
-from banaserve.serving.cluster import Cluster
-from banaserve.serving.instance import State
+from banaserve.serving.instances import supervisor
+from banaserve.serving.instances.cluster import Cluster
+from banaserve.serving.instances.instance import State
+from banaserve.serving.instances.probe import ClusterTimeouts
+from banaserve.serving.instances.service_state import ServiceState
 from banaserve.serving.launch.engine_settings import EngineSettings
 from banaserve.serving.launch.launcher import InstancePlace
-from banaserve.serving.liveness import supervisor
-from banaserve.serving.liveness.timeouts import ClusterTimeouts
-from banaserve.serving.requests.leg_output import LegMovedError, LegOutputCollector
-from banaserve.serving.restart.options import check_fits, check_options
-from banaserve.serving.restart.rolling import RollingRestarts
-from banaserve.serving.service_state import ServiceState
+from banaserve.serving.operations.restart_options import check_fits, check_options
+from banaserve.serving.operations.rolling_restart import RollingRestarts
+from banaserve.serving.requests.legs import LegMovedError, LegOutputCollector
 from waiting import until
 
 NOTHING: Any = SimpleNamespace()
@@ -157,8 +156,7 @@ Made = Callable[..., Awaitable[World]]
 
 @pytest.fixture
 async def world(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Made]:
-    policy = functools.partial(supervisor.RestartPolicy, first_s=0.001)
-    monkeypatch.setattr(supervisor, "RestartPolicy", policy)
+    monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.001)
     made: list[World] = []
 
     async def make(*broken: str) -> World:

@@ -19,14 +19,18 @@ from banaserve.base.errors import BanaServeError, MigrationError, UserError
 from banaserve.base.types import ClusterView, InstanceId, InstanceReport, InstanceView, Role
 from banaserve.contracts.migration_api import MoveLayers
 from banaserve.orchestrator.control.autoscaling import AutoscaleOptions, LoadsSince, next_step
+from banaserve.serving.instances import factory as factories
 from banaserve.serving.launch.devices import Devices
 from banaserve.serving.launch.launcher import SpawnLauncher
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.moves import guest_monitor
-from banaserve.serving.roles.drain import Drains
-from banaserve.serving.scaling import factory as factories
-from banaserve.serving.scaling.autoscaler import Autoscaler
-from banaserve.serving.scaling.plan import InstanceCounts, InstanceLoad, plan_leaving, plan_scaling
+from banaserve.serving.operations.autoscaler import Autoscaler
+from banaserve.serving.operations.roles import Drains
+from banaserve.serving.operations.scale_plan import (
+    InstanceCounts,
+    plan_leaving,
+    plan_scaling,
+)
 from migration_doubles import LAYERS, done
 from scaling_doubles import Factory, scaler_of
 from waiting import until
@@ -34,16 +38,16 @@ from waiting import until
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "c": Role.COLOCATED}
 
 
-def members(text: str) -> list[InstanceLoad]:
+def members(text: str) -> list[InstanceView]:
     """``p0:3 d0/p d1!``: p0 has three requests, d0 is for prefill, d1 takes none."""
     found = []
     for word in text.split():
         name, _, num_requests = word.rstrip("!").partition(":")
         name, _, role = name.partition("/")
-        member = InstanceLoad(
-            InstanceId(name), ROLES[role or name[0]], int(num_requests or 0), not word.endswith("!")
+        role, ready = ROLES[role or name[0]], not word.endswith("!")
+        found.append(
+            InstanceView(InstanceId(name), role, ready, None, int(num_requests or 0), 0, 1.0)
         )
-        found.append(member)
     return found
 
 
@@ -440,8 +444,7 @@ def test_a_cpu_has_no_devices_to_run_out_of() -> None:
 
 def test_more_instances_need_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factories, "available_memory_bytes", lambda: 3 << 30)
-    monkeypatch.setattr(factories, "EngineSeries", lambda _: None)
-    nothing: Any = SimpleNamespace(config=None)
+    nothing: Any = None
     here = SpawnLauncher([], devices=Devices({}))
     one = factories.InstanceFactory(nothing, here, nothing, nothing, instance_bytes=1 << 30)
     one.check_memory(3)
@@ -449,9 +452,8 @@ def test_more_instances_need_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         one.check_memory(4)
 
 
-def test_more_instances_need_room_on_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factories, "EngineSeries", lambda _: None)
-    nothing: Any = SimpleNamespace(config=None)
+def test_more_instances_need_room_on_the_nodes() -> None:
+    nothing: Any = None
     nodes: Any = SimpleNamespace(num_free_places=lambda: 2)
     one = factories.InstanceFactory(nothing, nodes, nothing, nothing, instance_bytes=1 << 60)
     one.check_memory(2)

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from banaserve.base.errors import MigrationError
 from banaserve.base.types import Role
-from banaserve.serving.service_state import ServiceState
+from banaserve.serving.instances.service_state import ServiceState
 
 
 class AnyOrder(RuleBasedStateMachine):

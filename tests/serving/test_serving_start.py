@@ -18,12 +18,11 @@ from banaserve.orchestrator.control.routing import registry
 from banaserve.orchestrator.planner.candidates.arrangement import arrangements
 from banaserve.orchestrator.planner.candidates.planning import changes_of
 from banaserve.orchestrator.planner.options import ElasticOptions
-from banaserve.serving.cluster import Cluster
-from banaserve.serving.instance import State
-from banaserve.serving.launch.budgets import Budgets
-from banaserve.serving.liveness import probe as probes
-from banaserve.serving.liveness.probe import LivenessProbe
-from banaserve.serving.liveness.timeouts import ClusterTimeouts
+from banaserve.serving.instances import probe as probes
+from banaserve.serving.instances.cluster import Cluster
+from banaserve.serving.instances.instance import State
+from banaserve.serving.instances.probe import ClusterTimeouts, LivenessProbe
+from banaserve.serving.launch.engine_settings import Budgets
 from banaserve.serving.requests.prefix_lookup import PrefixLookups
 from waiting import until
 
@@ -186,7 +185,7 @@ async def test_an_engine_is_asked_when_it_has_said_nothing_for_a_second(
 async def test_the_store_is_asked_only_where_a_request_may_have_two_legs(roles, cached):
     asked = []
 
-    async def cached_tokens(request: object) -> int:
+    def cached_tokens(request: object) -> int:
         asked.append(request)
         return 32
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -20,15 +19,15 @@ from banaserve.base.clock import WallClock
 from banaserve.base.errors import InstanceDeadError
 from banaserve.base.run_dir import RunDir
 from banaserve.base.types import InstanceId, Role
-from banaserve.serving import instance as instances
-from banaserve.serving.cluster import Cluster
-from banaserve.serving.instance import Instance, State
+from banaserve.serving.instances import instance as instances
+from banaserve.serving.instances import probe, supervisor
+from banaserve.serving.instances.cluster import Cluster
+from banaserve.serving.instances.instance import Instance, State
+from banaserve.serving.instances.probe import ClusterTimeouts
+from banaserve.serving.instances.service_state import ServiceState
 from banaserve.serving.launch.devices import Devices
 from banaserve.serving.launch.engine_settings import EngineSettings
 from banaserve.serving.launch.launcher import InstancePlace, SpawnLauncher
-from banaserve.serving.liveness import probe, supervisor
-from banaserve.serving.liveness.timeouts import ClusterTimeouts
-from banaserve.serving.service_state import ServiceState
 from waiting import until
 
 
@@ -197,8 +196,7 @@ class Mortal:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = functools.partial(supervisor.RestartPolicy, first_s=0.001)
-    monkeypatch.setattr(supervisor, "RestartPolicy", policy)
+    monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.001)
     monkeypatch.setattr(supervisor, "_AGAIN_S", 0.001)
     monkeypatch.setattr(probe, "_PROBE_INTERVAL_S", 0.001)
 

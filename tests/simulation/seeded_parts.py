@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 from banaserve.base.run_dir import RunDir
 from banaserve.base.types import InstanceId, Role
 from banaserve.engine.compat import engine as compat
-from banaserve.serving.instance import Instance
+from banaserve.serving.instances.instance import Instance
 from banaserve.serving.launch.engine_settings import EngineSettings
 from seeded_engine import Front
 from seeded_machine import LoopClock, Machine

@@ -44,26 +44,24 @@ from banaserve.migration.units import guest_unit, layers
 from banaserve.orchestrator.control.routing import registry
 from banaserve.orchestrator.control.routing.legs import LegOptions
 from banaserve.orchestrator.control.routing.named import NamedPolicy
-from banaserve.serving import instance as instances
 from banaserve.serving.client import DisaggregatedClient
-from banaserve.serving.cluster import Cluster
-from banaserve.serving.inflight import Inflight
-from banaserve.serving.instance import Instance, State
-from banaserve.serving.launch.budgets import Budgets
-from banaserve.serving.launch.engine_settings import EngineSettings
-from banaserve.serving.liveness import probe
-from banaserve.serving.liveness.timeouts import ClusterTimeouts
+from banaserve.serving.instances import instance as instances
+from banaserve.serving.instances import probe
+from banaserve.serving.instances.cluster import Cluster
+from banaserve.serving.instances.inflight import Inflight
+from banaserve.serving.instances.instance import Instance, State
+from banaserve.serving.instances.probe import ClusterTimeouts
+from banaserve.serving.launch.engine_settings import Budgets, EngineSettings
 from banaserve.serving.moves import guest_monitor, guest_pool, process_stats
 from banaserve.serving.moves.coordinator import Coordinator
-from banaserve.serving.requests.lora import Adapters
+from banaserve.serving.operations.roles import Drains, Roles
+from banaserve.serving.operations.rolling_restart import RollingRestarts
+from banaserve.serving.operations.scale_plan import InstanceCounts
+from banaserve.serving.operations.scaler import Scaler
+from banaserve.serving.requests.intake import Adapters
 from banaserve.serving.requests.prefix_lookup import PrefixLookup
 from banaserve.serving.requests.router import Router, WeightsReplacedError
 from banaserve.serving.requests.suspects import MAX_DEATHS, EnginesDiedError
-from banaserve.serving.restart.rolling import RollingRestarts
-from banaserve.serving.roles.drain import Drains
-from banaserve.serving.roles.role_switch import Roles
-from banaserve.serving.scaling.plan import InstanceCounts
-from banaserve.serving.scaling.scaler import Scaler
 from banaserve.serving.tracing.request_log import RequestLog
 from seeded_answers import MAX_MODEL_LEN, Answer, ClientRequest, fits
 from seeded_daemon import VirtualDaemon

@@ -30,9 +30,8 @@ from banaserve.engine.cuda_graphs import choose_graphs
 from banaserve.engine.migration_settings import MigrationSettings, migration_options
 from banaserve.kvstore.sizes import format_size
 from banaserve.migration.checks import check_config
-from banaserve.serving.launch.budgets import Budgets
-from banaserve.serving.launch.engine_settings import EngineSettings, RoleEngine, weights_of
-from banaserve.serving.restart.options import check_fits, check_options
+from banaserve.serving.launch.engine_settings import Budgets, EngineSettings, RoleEngine, weights_of
+from banaserve.serving.operations.restart_options import check_fits, check_options
 
 logger = logging.getLogger(__name__)
 EAGER = ("--enforce-eager", "--no-enforce-eager")

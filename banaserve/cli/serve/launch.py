@@ -42,9 +42,8 @@ from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.sizes import parse_size
 from banaserve.mains.serve import Parts, scheme_of, serve
 from banaserve.migration.modules.attention_backend import attention_blocker
-from banaserve.serving.launch.budgets import Budgets
 from banaserve.serving.launch.devices import Devices, check_groups
-from banaserve.serving.launch.engine_settings import RoleEngine
+from banaserve.serving.launch.engine_settings import Budgets, RoleEngine
 from banaserve.serving.launch.launcher import ForkLauncher, Launcher, SpawnLauncher
 from banaserve.serving.launch.parent_link import ParentLink, start_parent
 

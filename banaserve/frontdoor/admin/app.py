@@ -36,8 +36,7 @@ from banaserve.frontdoor.edge.edge import mark_authenticated
 from banaserve.frontdoor.edge.refusals import refuse
 from banaserve.frontdoor.middleware.admission import BodyLimit
 from banaserve.serving.moves.coordinator import Coordinator
-from banaserve.serving.moves.guest_sharing import share
-from banaserve.serving.moves.status import placement_of
+from banaserve.serving.moves.placement import placement_of, share
 from banaserve.serving.tracing.request_log import RequestLog
 from banaserve.serving.tracing.trace_collection import TraceCollector
 

@@ -39,15 +39,14 @@ from banaserve.orchestrator.control.move_policies.scoring import module_words
 from banaserve.orchestrator.control.routing.named import NamedPolicy
 from banaserve.orchestrator.planner.loop.decision_format import pressure_words
 from banaserve.orchestrator.planner.loop.loop import Controller
-from banaserve.serving.executor import MoveExecutor, seconds_of
 from banaserve.serving.moves.coordinator import Coordinator
-from banaserve.serving.operations import Operations, OperationState
-from banaserve.serving.restart.rolling import RollingRestarts
-from banaserve.serving.roles.drain import Drains
-from banaserve.serving.roles.role_switch import Roles
-from banaserve.serving.scaling.node_changes import NodeChanges
-from banaserve.serving.scaling.plan import InstanceCounts
-from banaserve.serving.scaling.scaler import Scaler
+from banaserve.serving.operation_base import Operations, OperationState
+from banaserve.serving.operations.executor import MoveExecutor, seconds_of
+from banaserve.serving.operations.node_changes import NodeChanges
+from banaserve.serving.operations.roles import Drains, Roles
+from banaserve.serving.operations.rolling_restart import RollingRestarts
+from banaserve.serving.operations.scale_plan import InstanceCounts
+from banaserve.serving.operations.scaler import Scaler
 
 _ENDED_SHOWN = 5
 

@@ -15,7 +15,7 @@ from banaserve.base.errors import UserError
 from banaserve.base.types import RequestLimits
 from banaserve.frontdoor.edge.refusals import refuse
 from banaserve.serving.client import request_limits
-from banaserve.serving.tracing.http_call import HttpCall, http_call
+from banaserve.serving.tracing.request_log import HttpCall, http_call
 
 if TYPE_CHECKING:
     from banaserve.serving.tracing.otlp import OtlpTracer

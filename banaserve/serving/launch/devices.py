@@ -28,9 +28,7 @@ class Devices:
         return self._given.get(instance_id)
 
     def reserve(self, instance_id: str) -> None:
-        """Give an instance the next free devices, unless it already has some.
-
-        Has no effect on CPU.
+        """Give an instance the next free devices, unless it already has some; nothing on CPU.
 
         Raises:
             MigrationError: There are not enough free devices.
@@ -53,10 +51,6 @@ class Devices:
 
 def check_groups(groups: Sequence[str], num_ranks: Sequence[int]) -> None:
     """Check that each instance has a GPU for each of its tensor-parallel ranks.
-
-    Args:
-        groups: Devices of each instance, as ``--devices`` names them.
-        num_ranks: Number of ranks of each instance.
 
     Raises:
         UserError: A group has too few devices, or names one twice: NCCL takes no GPU twice.

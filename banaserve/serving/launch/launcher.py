@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,15 +23,19 @@ from banaserve.base.types import Distance
 from banaserve.contracts.instances import NodeStatus
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.serving.launch.devices import Devices
-from banaserve.serving.launch.messages import Order, StartEngine
+from banaserve.serving.launch.messages import Order, StartEngine, spawn
 from banaserve.serving.launch.parent_link import ORDER_S, ParentLink, ParentLostError
-from banaserve.serving.launch.spawn import spawn
 from banaserve.serving.monitoring import metrics
 from banaserve.transport.channels.connect import tcp_address
 from banaserve.transport.registry import SHARED_MEMORY
 
 logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
+NO_NODES = (
+    "this server's engines run on its own machine: nodes join one that was started with --node or "
+    "--cluster"
+)
+"""Reason why this server has no nodes."""
 
 
 class InstancePlace(NamedTuple):
@@ -81,7 +85,6 @@ class Launcher(ABC):
         """Return the place at which instance ``host`` can reach a guest beside ``target``.
 
         Args:
-            transport: Name of the wanted transport.
             sockets: Private folder of the run.
 
         Raises:
@@ -93,10 +96,7 @@ class Launcher(ABC):
             return GuestPlace(tcp_address(unused), transport, str(sockets))
 
     async def open(self, say: Callable[[str], None]) -> None:
-        """Prepare all that engines need to start.
-
-        Args:
-            say: Function called with each line of progress, for people.
+        """Prepare all that engines need to start; ``say`` gets each line of progress, for people.
 
         Raises:
             UserError: A machine cannot be reached, or the machines have no room.
@@ -120,10 +120,7 @@ class Launcher(ABC):
         return []
 
     def num_free_places(self) -> int | None:
-        """Return the number of further instances that fit on the nodes.
-
-        None if engines run on this machine, whose memory decides.
-        """
+        """Return how many more instances fit on the nodes; None on this machine: memory decides."""
         return None
 
     async def gained(self) -> list[str]:
@@ -142,7 +139,7 @@ class Launcher(ABC):
         Raises:
             UserError: The machine cannot be used; it is left unchanged.
         """
-        _refuse_nodes()
+        raise UserError(NO_NODES)
 
     def hold_node(self, name: str, *, is_held: bool) -> None:
         """Stop placing instances on a node, or allow it again.
@@ -150,7 +147,7 @@ class Launcher(ABC):
         Raises:
             UserError: There is no node of this name.
         """
-        _refuse_nodes()
+        raise UserError(NO_NODES)
 
     async def remove_node(self, name: str) -> None:
         """Give back a node that has no instance.
@@ -159,7 +156,7 @@ class Launcher(ABC):
             UserError: There is no node of this name.
             MigrationError: The node has instances.
         """
-        _refuse_nodes()
+        raise UserError(NO_NODES)
 
     def place_of(self, instance_id: str) -> InstancePlace:
         """Return the instance's machine."""
@@ -186,9 +183,7 @@ class Launcher(ABC):
         return ""
 
     def reserve(self, instance_id: str) -> None:
-        """Reserve devices or a place for an instance that is to be added.
-
-        Instances on a CPU share its processors, and reserve nothing.
+        """Reserve devices or a place for an instance that is to be added; nothing on a CPU.
 
         Raises:
             MigrationError: None is free.
@@ -200,22 +195,11 @@ class Launcher(ABC):
         return
 
 
-def _refuse_nodes() -> NoReturn:
-    raise UserError(
-        "this server's engines run on its own machine: nodes join one that was started with --node "
-        "or --cluster"
-    )
-
-
 class ForkLauncher(Launcher):
     """Launcher that orders forks from the engine parent, and replaces a lost parent.
 
     A parent that does not answer keeps its engines, which may be fine, and is ended after the last
     of them has ended.
-
-    Args:
-        parent: First engine parent.
-        start_parent: Function that starts another engine parent.
     """
 
     def __init__(
@@ -289,7 +273,6 @@ class SpawnLauncher(Launcher):
 
     Args:
         vllm_argv: vLLM's options of engine cores that are started without their own.
-        devices: Devices of the instances, and free ones.
     """
 
     def __init__(self, vllm_argv: list[str], devices: Devices) -> None:

@@ -1,17 +1,22 @@
-"""Messages between the supervisor and the engine parent, over a private socket pair, and launch
-descriptions of new (unforked) processes."""
+"""Messages between the server and the engine parent, over a private socket pair, and the start of
+new (unforked) processes from launch descriptions."""
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from banaserve.base.net import framing
 from banaserve.base.net.framing import Framing, MessageReader
+from banaserve.base.platform.spawning import spawn_module
 from banaserve.migration.rpc.messages import GuestAddress
 
 MAX_MESSAGE_BYTES = 1 << 20
+_MODULE = "banaserve.mains.spawned"
 
 
 class StartEngine(msgspec.Struct, tag=True, frozen=True):
@@ -33,12 +38,7 @@ class StartEngine(msgspec.Struct, tag=True, frozen=True):
 
 
 class StartGuest(msgspec.Struct, tag=True, frozen=True):
-    """Order to start a guest that answers at ``address`` and logs to ``log_path``.
-
-    Attributes:
-        vllm_argv: vLLM's options of the host's engine, as in ``StartEngine``.
-        until_s: Time limit, as in ``StartEngine``.
-    """
+    """Order to start a guest that answers at ``address``; see ``StartEngine``."""
 
     address: GuestAddress
     log_path: str
@@ -47,22 +47,14 @@ class StartGuest(msgspec.Struct, tag=True, frozen=True):
 
 
 class ParentLaunch(msgspec.Struct, tag=True, frozen=True):
-    """Launch description that an engine parent in a new process reads.
-
-    Attributes:
-        control: File descriptor of the socket that orders arrive at.
-    """
+    """Launch description of an engine parent; orders arrive at the descriptor ``control``."""
 
     vllm_argv: list[str]
     control: int
 
 
 class Started(msgspec.Struct, tag=True, frozen=True):
-    """Answer to an order.
-
-    Attributes:
-        name: Id of the instance, or of the guest.
-    """
+    """Answer to an order: ``name`` is the id of the instance, or of the guest."""
 
     name: str
     pid: int
@@ -102,3 +94,28 @@ def receive(sock: socket.socket) -> Message | None:
         return framing.receive(sock.recv, MessageReader(FRAMING))
     except ConnectionResetError:
         return None
+
+
+def spawn(
+    launch: Launch,
+    environment: Mapping[str, str],
+    *,
+    pass_fds: Sequence[int] = (),
+    in_session: bool = False,
+) -> subprocess.Popen[bytes]:
+    """Start a process; call from a thread that lives as long as the process is to live.
+
+    Args:
+        in_session: True if the process stays in this process's session.
+
+    Raises:
+        OSError: The system has no resources for another process.
+    """
+    return spawn_module(
+        _MODULE,
+        (str(os.getpid()),),
+        msgspec.json.encode(launch),
+        environment,
+        pass_fds=pass_fds,
+        in_session=in_session,
+    )

@@ -12,7 +12,7 @@ import time
 from banaserve.base.errors import BanaServeError, ProtocolError
 from banaserve.base.platform.processes import end_child, in_daemon_thread, is_running
 from banaserve.serving.launch import messages
-from banaserve.serving.launch.spawn import spawn
+from banaserve.serving.launch.messages import spawn
 
 ORDER_S = 10.0
 """Maximum wait for the answer to an order, in seconds; a fork takes some ten milliseconds."""
@@ -33,7 +33,6 @@ class ParentLink:
 
     Args:
         control: Socket end of this process; the parent takes orders from the other end.
-        pid: Process id of the parent, a child of this process.
         process: Owner of the child process; None if it was forked here.
     """
 

@@ -79,13 +79,11 @@ class EngineSeries:
         ]
 
     def add(self, instance_id: InstanceId) -> None:
-        """Add the series of an instance."""
         self._instances[instance_id] = _InstanceSeries(
             self._config, next(self._indexes), instance_id
         )
 
     def forget(self, instance_id: InstanceId) -> None:
-        """Remove the series of an instance."""
         self._instances.pop(instance_id, None)
 
     def logger_class(
@@ -129,9 +127,6 @@ class EngineSeries:
 
 class _InstanceSeries:
     """Loggers and registries of one instance: of its engine, and of each kind of leg.
-
-    Args:
-        index: Engine index in the labels of vLLM's series.
 
     Attributes:
         engine: vLLM's logger of the metrics that do not belong to single requests.

@@ -35,12 +35,7 @@ class GpuUsage(NamedTuple):
 
 
 class GpuMeter:
-    """Meter of some GPUs, which queries NVML at most twice a second.
-
-    Args:
-        handles: NVML's handles of the GPUs, at least one.
-        nvml: NVML's bindings.
-    """
+    """Meter of some GPUs, at least one, which queries NVML at most twice a second."""
 
     def __init__(self, handles: Sequence[Any], clock: Clock, nvml: Any = NVML) -> None:
         self._handles = handles
@@ -51,10 +46,9 @@ class GpuMeter:
 
     @classmethod
     def open(cls, devices: str, clock: Clock, nvml: Any = NVML) -> Self | None:
-        """Return a meter of ``devices``; None if there is no GPU, or if NVML fails.
+        """Return a meter of ``devices``, as CUDA_VISIBLE_DEVICES names them.
 
-        Args:
-            devices: GPUs as in CUDA_VISIBLE_DEVICES: numbers or UUIDs; empty for none.
+        Returns None if there are no devices, or if NVML fails.
         """
         names = [name.strip() for name in devices.split(",") if name.strip()]
         if not names:
@@ -72,17 +66,14 @@ class GpuMeter:
         if self._handles and now_s >= self._next_s:
             self._next_s = now_s + _PERIOD_S
             try:
-                self._last = self._ask()
+                busy = [self._nvml.nvmlDeviceGetUtilizationRates(one).gpu for one in self._handles]
+                memory = [self._nvml.nvmlDeviceGetMemoryInfo(one) for one in self._handles]
+                used, total = sum(one.used for one in memory), sum(one.total for one in memory)
+                self._last = GpuUsage(sum(busy) / (100 * len(busy)), used / total)
             except self._nvml.NVMLError as error:
                 logger.warning("an instance's GPUs are not read any more: %s", error)
                 self._handles, self._last = (), None
         return self._last
-
-    def _ask(self) -> GpuUsage:
-        busy = [self._nvml.nvmlDeviceGetUtilizationRates(one).gpu for one in self._handles]
-        memory = [self._nvml.nvmlDeviceGetMemoryInfo(one) for one in self._handles]
-        used, total = sum(one.used for one in memory), sum(one.total for one in memory)
-        return GpuUsage(sum(busy) / (100 * len(busy)), used / total)
 
 
 def _handle(name: str, nvml: Any) -> Any:

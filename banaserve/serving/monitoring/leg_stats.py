@@ -35,11 +35,7 @@ class Leg(StrEnum):
 
 
 class Sequences:
-    """Sequences of one request, which the metrics of its parameters count once.
-
-    Args:
-        num_sequences: Number of sequences that the request asks for, its ``n``.
-    """
+    """Sequences of one request, its ``n``, which the metrics of its parameters count once."""
 
     def __init__(self, num_sequences: int = 1) -> None:
         self.num_sequences = num_sequences
@@ -47,11 +43,7 @@ class Sequences:
         self._num_open = num_sequences
 
     def has_ended(self, num_tokens: int) -> bool:
-        """Note the end of a sequence after ``num_tokens`` output tokens.
-
-        Returns:
-            True if it was the last sequence of the request.
-        """
+        """Note the end of a sequence after ``num_tokens``; return True if it was the last one."""
         self._num_open -= 1
         self.most_tokens = max(self.most_tokens, num_tokens)
         return self._num_open == 0

@@ -43,7 +43,6 @@ class StepMeter:
 
     Args:
         full_step_tokens: Maximum number of tokens of one step; 0 if unknown.
-        now_s: Time now, on the clock of all later calls.
 
     Attributes:
         busy_fraction: Share of wall time spent in steps, in [0, 1].
@@ -98,11 +97,7 @@ class StepMeter:
         return max(0.0, self.model.coefficients[5]) if is_learnt else None
 
     def overlap_fraction(self, max_microbatches: int) -> float | None:
-        """Return the share of a guest's work that the host would not wait for; None until learnt.
-
-        Args:
-            max_microbatches: Maximum number of micro-batches of a step.
-        """
+        """Return the share of a guest's work that its host would not await; None until learnt."""
         if self.model.num_samples < _LEARNT_AFTER:
             return None
         return overlap_fraction(self.model, self._work, max_microbatches)
@@ -110,12 +105,15 @@ class StepMeter:
     def record(self, counted: Mapping[str, float], now_s: float) -> None:
         """Take the counts since the last call: sums of ``TransferStats``."""
         busy_s = counted.get("busy_seconds", 0.0)
-        self._learn_fetch(counted.get("load_seconds", 0.0), counted.get("loaded_blocks", 0.0))
+        fetch_s, num_blocks = counted.get("load_seconds", 0.0), counted.get("loaded_blocks", 0.0)
+        if num_blocks > 0 and fetch_s > 0:
+            weight = _FETCH_WEIGHT if self.fetch_block_s else 1.0
+            self.fetch_block_s += weight * (fetch_s / num_blocks - self.fetch_block_s)
         weight = self._smooth_busy(busy_s, now_s)
         steps = counted.get("steps", 0.0)
         if steps <= 0:
             return
-        work = _mean_work(counted, steps)
+        work = StepWork(**{name: counted.get(f"step_{name}", 0.0) / steps for name in _WORK})
         waited_s = counted.get("load_wait_seconds", 0.0) + counted.get("save_wait_seconds", 0.0)
         if (computed_s := busy_s - waited_s) > 0:
             done = replace(work, remote_calls=self.remote_calls)
@@ -128,11 +126,6 @@ class StepMeter:
         tokens = work.prefill_tokens + work.decode_requests
         self.step_tokens += weight * (tokens - self.step_tokens)
         self._work = _blended(self._work, work, weight)
-
-    def _learn_fetch(self, fetch_s: float, num_blocks: float) -> None:
-        if num_blocks > 0 and fetch_s > 0:
-            weight = _FETCH_WEIGHT if self.fetch_block_s else 1.0
-            self.fetch_block_s += weight * (fetch_s / num_blocks - self.fetch_block_s)
 
     def idle(self, now_s: float) -> None:
         """Record that nothing has run since the last call."""
@@ -151,10 +144,6 @@ class StepMeter:
         return weight
 
 
-def _mean_work(counted: Mapping[str, float], steps: float) -> StepWork:
-    return StepWork(**{name: counted.get(f"step_{name}", 0.0) / steps for name in _WORK})
-
-
 def _blended(old: StepWork, new: StepWork, weight: float) -> StepWork:
     pairs = {name: (getattr(old, name), getattr(new, name)) for name in _WORK}
     return StepWork(**{name: was + weight * (now - was) for name, (was, now) in pairs.items()})
@@ -165,10 +154,6 @@ class ReportBoard:
 
     Statistics arrive with every step, but reports are read only a few times a second, so a report
     is made when it is read.
-
-    Args:
-        full_step_tokens: Maximum number of tokens of a step; 0 if unknown.
-        gpu: Meter of the instance's GPUs; None if they cannot be read.
 
     Attributes:
         block_tokens: Tokens per KV block; 0 while unknown.

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -25,17 +26,19 @@ from banaserve.contracts.migration_api import (
     OverlapRequest,
     Return,
 )
+from banaserve.contracts.rpc.typed_rpc import call
 from banaserve.contracts.trace_events import MoveCommitted
 from banaserve.migration.units.registry import unit_asked
-from banaserve.serving.instance import Instance
+from banaserve.migration.worker_api import MigrationApi
+from banaserve.serving.instances.instance import Instance
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.moves.guest_pool import GuestPool
 from banaserve.serving.moves.host_client import HostClient
 from banaserve.serving.moves.host_state import HostState
-from banaserve.serving.moves.move_plan import RemoteUnit, UnitMove, plan_move, plan_return
-from banaserve.serving.moves.sizes import AvailableBytes, ModelFacts, check_room
+from banaserve.serving.moves.move_plan import UnitMove, plan_move, plan_return
+from banaserve.serving.moves.sizes import ModelFacts, check_room
 from banaserve.serving.moves.task import MigrationTask
-from banaserve.serving.operations import Operations
+from banaserve.serving.operation_base import Operations
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +54,6 @@ class Coordinator(Operations[Migration]):
     with it; a host that dies ends its guests.
 
     Args:
-        instances: Instances by id; they may die and restart.
         available: Function that returns the memory for guests beside an instance, in bytes.
 
     Attributes:
@@ -66,7 +68,7 @@ class Coordinator(Operations[Migration]):
         instances: Mapping[InstanceId, Instance],
         guests: GuestPool,
         facts: ModelFacts,
-        available: AvailableBytes,
+        available: Callable[[str], int],
     ) -> None:
         super().__init__("migration", "m", WallClock(), _KEPT)
         self.hosts = {name: HostState(instance, facts) for name, instance in instances.items()}
@@ -102,11 +104,6 @@ class Coordinator(Operations[Migration]):
         await asyncio.sleep(0)  # a task that is cancelled before its first step runs no handler
         return migration
 
-    def _note_commit(self, migration: Migration, move: MoveStatus) -> None:
-        stall_s = float(move.facts.get("stall_s", 0.0))
-        moved = MoveCommitted(migration.host, move.move_id, move.modules, migration.to, stall_s)
-        self.committed.append((self._clock.now(), moved))
-
     def _abort(self, state: Migration) -> None:
         """Abort a migration; its committed moves stay where they are."""
         if state.state == "waiting":
@@ -122,11 +119,11 @@ class Coordinator(Operations[Migration]):
 
         Raises:
             UserError: There is no such instance.
-            MigrationError: The instance does not serve, cannot migrate, or cannot cut its steps
-                like this.
+            MigrationError: The instance does not serve, or cannot migrate or cut its steps so.
         """
         host_state = self._host_state(ask.instance)
-        overlap = await host_state.link().set_overlap(ask.max_microbatches)
+        asked = call(MigrationApi.banaserve_migration_overlap, ask.max_microbatches)
+        overlap = await host_state.link().ask_workers(asked)
         await host_state.refresh()
         return msgspec.convert(overlap, Overlapping, from_attributes=True)
 
@@ -135,15 +132,15 @@ class Coordinator(Operations[Migration]):
 
         Raises:
             UserError: There is no such instance.
-            MigrationError: The instance does not serve, or cannot migrate, or its model has no
-                experts.
+            MigrationError: The instance does not serve or cannot migrate; its model has no experts.
         """
         if not self.facts.num_experts:
             raise MigrationError("this model has no experts")
-        chosen = await self._host_state(ask.instance).link().expert_load(ask.counting)
+        asked = call(MigrationApi.banaserve_migration_experts, ask.counting)
+        chosen = await self._host_state(ask.instance).link().ask_workers(asked)
         return ExpertLoad(ask.instance, chosen)
 
-    # ---- events
+    # ---- instances that come and go
 
     def instance_ended(self, instance_id: InstanceId) -> None:
         """Handle the end of an engine: kill its guests, and so end all its units."""
@@ -151,8 +148,6 @@ class Coordinator(Operations[Migration]):
         for guest in self.guests:
             if guest.host == instance_id:
                 guest.kill()
-
-    # ---- instances that come and go
 
     def adopt(self, instance: Instance) -> None:
         """Add an instance that modules can move from and to."""
@@ -173,20 +168,17 @@ class Coordinator(Operations[Migration]):
                 await self.wait(migration.id)
         for host_state in list(self.hosts.values()):
             for unit in host_state.units(self.guests):
-                if unit.at == instance_id:
-                    await self._take_home(unit, host_state)
-
-    async def _take_home(self, unit: RemoteUnit, host_state: HostState) -> None:
-        still_away = {one.unit_id for one in host_state.units(self.guests)}
-        if not host_state.instance.is_ready or unit.unit_id not in still_away:
-            return
-        migration = await self.begin(unit.modules.return_request(host_state.id))
-        await self.wait(migration.id)
-        if migration.state != "done":
-            raise MigrationError(
-                f"{unit.modules} of {host_state.id} cannot come home from {unit.at}: "
-                f"{migration.error or migration.state}"
-            )
+                still_away = {one.unit_id for one in host_state.units(self.guests)}
+                is_away = unit.at == instance_id and unit.unit_id in still_away
+                if not is_away or not host_state.instance.is_ready:
+                    continue
+                migration = await self.begin(unit.modules.return_request(host_state.id))
+                await self.wait(migration.id)
+                if migration.state != "done":
+                    raise MigrationError(
+                        f"{unit.modules} of {host_state.id} cannot come home from {unit.at}: "
+                        f"{migration.error or migration.state}"
+                    )
 
     def stays(self, instance_id: InstanceId) -> None:
         """Cancel the removal of an instance: modules may move from and to it again."""
@@ -238,13 +230,9 @@ class Coordinator(Operations[Migration]):
     def _check_room(
         self, plan: Sequence[UnitMove], target: InstanceId, host_state: HostState
     ) -> int:
-        taken = 0
+        kv, num_ranks, taken = host_state.kv, host_state.instance.num_ranks, 0
         for planned in plan:
-
-            def left(name: str, taken: int = taken) -> int:
-                return self._available(name) - taken
-
-            kv, num_ranks = host_state.kv, host_state.instance.num_ranks
+            left = self._available(target) - taken
             taken += check_room(planned.modules, target, self.facts, kv, left, num_ranks)
         return taken
 
@@ -282,9 +270,32 @@ class Coordinator(Operations[Migration]):
                 migration.state = "running"
                 for planned, move in zip(plan, migration.moves, strict=True):
                     link.check()  # the plan holds only for the incarnation that it was made from
-                    await self._move(migration, planned, move, target, host_state, precopy)
+                    task = MigrationTask(
+                        host_state,
+                        self.guests,
+                        move,
+                        planned,
+                        target,
+                        precopy,
+                        is_aborted=lambda: self._is_aborting(migration),
+                        on_commit=partial(self._note_commit, migration, move),
+                    )
+                    try:
+                        await task.run()
+                    finally:
+                        migration.blocks_gained += task.blocks_gained
+                    _count(migration.kind, move)
+                    has_kv = planned.modules.kv_pages(self.facts.num_kv_heads) > 0
+                    if has_kv and target is not None and not task.blocks_gained:
+                        note = f"{move.modules}: frees bytes, but no block of the pool"
+                        migration.notes.append(note)
         finally:
             host_state.moving.pop(migration.id, None)
+
+    def _note_commit(self, migration: Migration, move: MoveStatus) -> None:
+        stall_s = float(move.facts.get("stall_s", 0.0))
+        moved = MoveCommitted(migration.host, move.move_id, move.modules, migration.to, stall_s)
+        self.committed.append((self._clock.now(), moved))
 
     def _end(self, state: Migration, ending: str, reason: str) -> None:
         super()._end(state, ending, reason)
@@ -297,34 +308,6 @@ class Coordinator(Operations[Migration]):
         finally:  # the host's pool and placements have changed
             with contextlib.suppress(BanaServeError):
                 await host_state.refresh()
-
-    async def _move(
-        self,
-        migration: Migration,
-        planned: UnitMove,
-        move: MoveStatus,
-        target: InstanceId | None,
-        host_state: HostState,
-        precopy: bool,
-    ) -> None:
-        task = MigrationTask(
-            host_state,
-            self.guests,
-            move,
-            planned,
-            target,
-            precopy,
-            is_aborted=lambda: self._is_aborting(migration),
-            on_commit=lambda: self._note_commit(migration, move),
-        )
-        try:
-            await task.run()
-        finally:
-            migration.blocks_gained += task.blocks_gained
-        _count(migration.kind, move)
-        has_kv = planned.modules.kv_pages(self.facts.num_kv_heads) > 0
-        if has_kv and target is not None and not task.blocks_gained:
-            migration.notes.append(f"{move.modules}: frees bytes, but no block of the pool")
 
 
 def _count(kind: str, move: MoveStatus) -> None:

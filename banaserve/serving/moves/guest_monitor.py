@@ -13,14 +13,15 @@ from collections.abc import AsyncIterator
 from banaserve.base.errors import BanaServeError, MigrationError
 from banaserve.base.run_dir import RunDir
 from banaserve.base.types import InstanceId, ModulePlacement
+from banaserve.contracts.rpc.typed_rpc import call
 from banaserve.engine.compat.config import VllmConfig
-from banaserve.migration.worker_api import HostStatus, LinkState
-from banaserve.serving.cluster import Cluster
+from banaserve.migration.worker_api import LinkState, MigrationApi
+from banaserve.serving.instances.cluster import Cluster
 from banaserve.serving.launch.launcher import Launcher
 from banaserve.serving.monitoring import metrics
-from banaserve.serving.moves import guest_sharing, process_stats
+from banaserve.serving.moves import placement, process_stats
 from banaserve.serving.moves.coordinator import Coordinator
-from banaserve.serving.moves.guest_pool import GuestHandle, GuestPool
+from banaserve.serving.moves.guest_pool import GuestPool
 from banaserve.serving.moves.host_state import HostState
 from banaserve.serving.moves.sizes import machine_available_bytes, model_facts
 
@@ -38,11 +39,7 @@ IDLE_S = 2.0
 
 
 class GuestMonitor:
-    """Background task beside a coordinator that watches hosts and guests until stopped.
-
-    Args:
-        idle_s: Time a guest without units and moves is kept, in seconds.
-    """
+    """Background task beside a coordinator that watches hosts and guests until stopped."""
 
     def __init__(self, coordinator: Coordinator, idle_s: float = IDLE_S) -> None:
         self._coordinator = coordinator
@@ -77,11 +74,9 @@ class GuestMonitor:
     async def _look(self, number: int) -> None:
         await asyncio.gather(*(self._look_at(h) for h in self._coordinator.hosts.values()))
         self._end_stopped_guests()
-        await guest_sharing.settle(self._guests, self._coordinator.hosts)
+        await placement.settle(self._guests, self._coordinator.hosts)
         if number % _USAGE_EVERY == 0:
             await self._count_usage(counts_lone=number % _LONE_USAGE_EVERY == 0)
-
-    # ---- hosts
 
     async def _look_at(self, host_state: HostState) -> None:
         if not host_state.instance.is_ready or not self._concerns(host_state):
@@ -102,42 +97,36 @@ class GuestMonitor:
 
     def _take_over(self, host_state: HostState) -> None:
         """Take over the host's own report of its units: it is authoritative."""
-        status = host_state.status
+        status, name = host_state.status, host_state.id
         assert status is not None
         at = {unit.unit_id: unit.guest_id for unit in status.units}
         for guest in self._guests:
-            if guest.host == host_state.id:
+            if guest.host == name:
                 guest.units = {unit for unit, where in at.items() if where == guest.id}
         host_state.instance.set_placements(self._placements(host_state), status.epoch)
-        self._count(host_state.id, status, host_state.link().incarnation)
-
-    def _placements(self, host_state: HostState) -> tuple[ModulePlacement, ...]:
-        found = []
-        for unit in host_state.units(self._guests):
-            size = host_state.num_bytes(unit.modules)
-            parts = unit.modules.as_modules()
-            for part in parts:
-                found.append(
-                    ModulePlacement(
-                        part,
-                        host=InstanceId(host_state.id),
-                        guest=InstanceId(unit.at),
-                        epoch=unit.epoch,
-                        since_s=host_state.since_s.get(unit.unit_id, 0.0),
-                        guest_bytes=size // len(parts),
-                    )
-                )
-        return tuple(found)
-
-    def _count(self, name: str, status: HostStatus, incarnation: int) -> None:
         metrics.UNITS_AWAY.labels(name).set(len(status.units))
         metrics.EPOCH.labels(name).set(status.epoch)
+        incarnation = host_state.link().incarnation
         known, lost, steps = self._counted.get(name, (incarnation, 0, 0))
         if known != incarnation:
             lost = steps = 0
         metrics.GUESTS_LOST.labels(name).inc(max(0, status.guests_lost - lost))
         metrics.STEPS_LOST.labels(name).inc(max(0, status.steps_lost - steps))
         self._counted[name] = incarnation, status.guests_lost, status.steps_lost
+
+    def _placements(self, host_state: HostState) -> tuple[ModulePlacement, ...]:
+        return tuple(
+            ModulePlacement(
+                part,
+                host=InstanceId(host_state.id),
+                guest=InstanceId(unit.at),
+                epoch=unit.epoch,
+                since_s=host_state.since_s.get(unit.unit_id, 0.0),
+                guest_bytes=host_state.num_bytes(unit.modules) // len(unit.modules.as_modules()),
+            )
+            for unit in host_state.units(self._guests)
+            for part in unit.modules.as_modules()
+        )
 
     async def _end_lost_guests(self, host_state: HostState) -> None:
         """Kill guests that their host has given up: such a guest may still run, stalled."""
@@ -149,7 +138,7 @@ class GuestMonitor:
                 guest.detached_s = asyncio.get_running_loop().time()
                 guest.kill()
             with contextlib.suppress(BanaServeError):
-                await host_state.link().detach(guest_id)
+                await _detach(host_state, guest_id)
 
     async def _fit_pool(self, host_state: HostState) -> None:
         """Shrink a pool that is larger than its memory after a loss, as soon as possible."""
@@ -158,8 +147,6 @@ class GuestMonitor:
         kv = host_state.kv
         if host_state.grown_blocks > kv.blocks_gained and not host_state.turn.locked():
             await host_state.shrink_pool(kv.num_blocks + kv.blocks_gained)
-
-    # ---- guests
 
     async def _detach_idle(self, host_state: HostState) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -174,15 +161,12 @@ class GuestMonitor:
             elif guest.idle_since_s is None:
                 guest.idle_since_s = now_s
             elif now_s - guest.idle_since_s >= self._idle_s:
-                await self._detach(host_state, guest, now_s)
-
-    async def _detach(self, host_state: HostState, guest: GuestHandle, now_s: float) -> None:
-        guest.detached_s = now_s
-        try:
-            await host_state.link().detach(guest.id)
-        except MigrationError:
-            guest.detached_s = None
-            raise
+                guest.detached_s = now_s
+                try:
+                    await _detach(host_state, guest.id)
+                except MigrationError:
+                    guest.detached_s = None
+                    raise
 
     def _end_stopped_guests(self) -> None:
         """Kill guests that a signal has stopped: they block their host, their KV is lost anyway."""
@@ -205,7 +189,7 @@ class GuestMonitor:
             if not (here or counts_lone or name in self._shared):
                 continue
             host_state.slow_down = host_state.core_waits.slow_down(host_state.instance.pid)
-            guest_sharing.count(guest_sharing.sharing_of(self._coordinator, host_state))
+            placement.count(placement.sharing_of(self._coordinator, host_state))
             num_bytes = sum(guest.num_bytes for guest in here)
             busy = sum(guest.busy_fraction for guest in here)
             metrics.GUESTS.labels(name).set(len(here))
@@ -213,6 +197,10 @@ class GuestMonitor:
             metrics.GUEST_BUSY.labels(name).set(busy)
             host_state.instance.set_guests(num_bytes, min(1.0, busy))
         self._shared = {guest.target for guest in self._guests}
+
+
+async def _detach(host_state: HostState, guest_id: str) -> None:
+    await host_state.link().ask_workers(call(MigrationApi.banaserve_migration_detach, guest_id))
 
 
 @contextlib.asynccontextmanager
@@ -228,7 +216,6 @@ async def live_migration(
 
     Args:
         guest_share: Share of an instance's device that guests beside it may take.
-        transport: Transport that carries KV and activations.
     """
     guests = GuestPool(launcher, run, transport, guest_share)
     facts = model_facts(config)

@@ -17,15 +17,16 @@ from banaserve.base.errors import MigrationError
 from banaserve.base.platform import processes
 from banaserve.base.run_dir import RunDir
 from banaserve.base.types import InstanceId
+from banaserve.contracts.rpc.typed_rpc import call
 from banaserve.migration.ranks import check_devices
 from banaserve.migration.rpc.messages import GuestAddress
-from banaserve.migration.worker_api import LinkState
-from banaserve.serving.instance import Instance
+from banaserve.migration.worker_api import LinkState, MigrationApi
+from banaserve.serving.instances.instance import Instance
 from banaserve.serving.launch.launcher import Launcher
 from banaserve.serving.launch.messages import StartGuest
 from banaserve.serving.moves.host_client import HostClient
+from banaserve.serving.moves.move_plan import MoveStage, timeout_s
 from banaserve.serving.moves.process_stats import ProcessUsage
-from banaserve.serving.moves.timeouts import MoveStage, timeout_s
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,6 @@ class GuestHandle:
     Attributes:
         pids: Process ids in the order of the ranks.
         moves: Ids of moves that are under way to the guest.
-        units: Ids of units that run in the guest.
         idle_since_s: Time since which the guest has had no move and no unit, on the event loop's
             clock; None while it has any.
         detached_s: Time at which its host detached it, on the event loop's clock; the guest then
@@ -80,12 +80,17 @@ class GuestHandle:
 
     @property
     def can_take(self) -> bool:
-        """Return whether another unit may be moved here: a guest takes one unit at a time."""
+        """True if another unit may be moved here: a guest takes one unit at a time."""
         return not self.moves and self.detached_s is None
 
     def kill(self) -> None:
         for pid in self.pids:
             _kill(pid)
+
+    async def tell_share(self, link: HostClient, fraction: float) -> None:
+        """Bound the guest's share of its target's device; see ``HostClient`` for errors."""
+        await link.ask_workers(call(MigrationApi.banaserve_migration_share, self.id, fraction))
+        self.share = fraction
 
 
 def _kill(pid: int) -> None:
@@ -97,9 +102,6 @@ class GuestPool:
     """All guests of a run.
 
     Args:
-        launcher: Launcher that starts the guests.
-        run: Folders of the run.
-        transport: Transport that carries KV.
         share: Share of an instance's device that guests beside it may take, for instances that
             have no share of their own.
 
@@ -107,13 +109,7 @@ class GuestPool:
         has_lost_one: Event set when a guest's processes have ended, for any reason.
     """
 
-    def __init__(
-        self,
-        launcher: Launcher,
-        run: RunDir,
-        transport: str,
-        share: float = 1.0,
-    ) -> None:
+    def __init__(self, launcher: Launcher, run: RunDir, transport: str, share: float = 1.0) -> None:
         self.has_lost_one = asyncio.Event()
         self._share = share
         self._shares: dict[InstanceId, float] = {}
@@ -164,9 +160,8 @@ class GuestPool:
     ) -> GuestHandle | None:
         """Return a guest that can take another unit; loading weights would stall a serving one."""
         for guest in self:
-            if (guest.host, guest.target) == (host, target) and guest.can_take:
-                if guest.units and loads_weights:
-                    continue
+            is_fitting = (guest.host, guest.target) == (host, target) and guest.can_take
+            if is_fitting and not (guest.units and loads_weights):
                 return guest
         return None
 
@@ -188,19 +183,14 @@ class GuestPool:
             for address in addresses:
                 order = StartGuest(address, str(log_path), instance.vllm_argv)
                 guest.pids += (await self._launcher.start(order),)
-        except BaseException:
-            guest.kill()
-            raise
-        self._guests[guest.id] = guest
-        watch = asyncio.create_task(self._watch(guest, addresses[0].rendezvous))
-        self._watches.add(watch)
-        watch.add_done_callback(self._watches.discard)
-        try:
-            await link.attach(addresses)
+            self._guests[guest.id] = guest
+            watch = asyncio.create_task(self._watch(guest, addresses[0].rendezvous))
+            self._watches.add(watch)
+            watch.add_done_callback(self._watches.discard)
+            await link.ask_workers(call(MigrationApi.banaserve_migration_attach, addresses))
             await self._until_ready(guest, link)
             if (fraction := self.share_of(guest)) < 1.0:
-                await link.set_share(guest.id, fraction)
-                guest.share = fraction
+                await guest.tell_share(link, fraction)
         except BaseException:
             guest.kill()
             raise
@@ -209,12 +199,7 @@ class GuestPool:
     async def _addresses(
         self, guest_id: str, host: InstanceId, target: InstanceId, num_ranks: int
     ) -> list[GuestAddress]:
-        """Return the addresses of a guest's processes, in the order of the ranks.
-
-        Raises:
-            MigrationError: The guest would have several processes on another machine, or more than
-                its target has GPUs.
-        """
+        """Return the addresses of a guest's processes, in the order of the ranks."""
         if num_ranks == 1:
             return [await self._address(guest_id, host, target)]
         if devices := self._launcher.devices_of(target):
@@ -251,7 +236,8 @@ class GuestPool:
         loop = asyncio.get_running_loop()
         until_s = loop.time() + timeout_s(MoveStage.START, 0)
         while loop.time() < until_s:
-            known = (await link.status()).guests.get(guest.id)
+            status = await link.ask_workers(call(MigrationApi.banaserve_migration_status, False))
+            known = status.guests.get(guest.id)
             if known is not None and known.state is LinkState.READY:
                 guest.way = known.way
                 return

@@ -1,4 +1,4 @@
-"""Client of one engine for the coordinator: methods of its worker and of its scheduler's pool."""
+"""Client of one engine for the coordinator: calls to its workers and to its scheduler."""
 
 from __future__ import annotations
 
@@ -8,19 +8,10 @@ from typing import Any, TypeVar
 
 from banaserve.base.errors import InstanceDeadError, MigrationError, NoAnswerError, ProtocolError
 from banaserve.base.net.loop_watch import wait_first
-from banaserve.contracts.rpc.engine_api import CoreApi, PoolResize, PoolStatus
+from banaserve.contracts.rpc.engine_api import CoreApi, PoolResize
 from banaserve.contracts.rpc.typed_rpc import RemoteCall, call
 from banaserve.engine.compat import engine as compat
-from banaserve.migration.rpc.messages import GuestAddress
-from banaserve.migration.units.base import MigrationUnit
-from banaserve.migration.worker_api import (
-    CommitReport,
-    HostStatus,
-    MigrationApi,
-    MoveReport,
-    OverlapStatus,
-)
-from banaserve.serving.instance import Instance
+from banaserve.serving.instances.instance import Instance
 from banaserve.serving.moves import rank_reports
 
 CALL_TIMEOUT_S = 30.0
@@ -59,86 +50,32 @@ class HostClient:
             self._ended.set_result(None)
 
     def check(self) -> None:
-        """Check that the incarnation still serves.
-
-        Raises:
-            InstanceDeadError: The incarnation does not serve any more.
-        """
+        """Raise InstanceDeadError if the incarnation does not serve any more."""
         if not self.is_alive:
             raise self._dead()
 
-    # ---- calls to the worker: see ``MigrationApi``
-
-    async def attach(self, addresses: list[GuestAddress]) -> None:
-        await self._worker(call(MigrationApi.banaserve_migration_attach, addresses))
-
-    async def detach(self, guest_id: str) -> None:
-        await self._worker(call(MigrationApi.banaserve_migration_detach, guest_id))
-
-    async def prepare(self, move_id: str, modules: MigrationUnit, guest_id: str) -> MoveReport:
-        return await self._worker(
-            call(MigrationApi.banaserve_migration_prepare, move_id, modules, guest_id)
-        )
-
-    async def move_on(self, move_id: str, unit_id: str, guest_id: str | None) -> MoveReport:
-        return await self._worker(
-            call(MigrationApi.banaserve_migration_move_on, move_id, unit_id, guest_id)
-        )
-
-    async def precopy(self, move_id: str) -> MoveReport:
-        return await self._worker(call(MigrationApi.banaserve_migration_precopy, move_id))
-
-    async def commit(self, move_id: str, timeout_s: float) -> CommitReport:
-        asked = call(MigrationApi.banaserve_migration_commit, move_id)
-        return await self._worker(asked, timeout_s)
-
-    async def free(self, move_id: str) -> MoveReport:
-        return await self._worker(call(MigrationApi.banaserve_migration_free, move_id))
-
-    async def abort(self, move_id: str) -> MoveReport:
-        return await self._worker(call(MigrationApi.banaserve_migration_abort, move_id))
-
-    async def set_overlap(self, max_microbatches: int) -> OverlapStatus:
-        return await self._worker(call(MigrationApi.banaserve_migration_overlap, max_microbatches))
-
-    async def set_share(self, guest_id: str, fraction: float) -> None:
-        await self._worker(call(MigrationApi.banaserve_migration_share, guest_id, fraction))
-
-    async def expert_load(self, counting: bool) -> dict[int, list[int]]:
-        return await self._worker(call(MigrationApi.banaserve_migration_experts, counting))
-
-    async def status(self, memory: bool = False) -> HostStatus:
-        return await self._worker(call(MigrationApi.banaserve_migration_status, memory))
-
-    # ---- calls to the scheduler: see ``CoreApi``
-
-    async def pool_info(self) -> PoolStatus:
-        return await self._core(call(CoreApi.banaserve_pool_info))
-
-    async def resize_pool(self, num_blocks: int) -> PoolResize:
-        """Resize the pool; while blocks in use prevent this, blocks to remove are not allocated."""
-        return await self._core(call(CoreApi.banaserve_resize_pool, num_blocks, True))
-
-    # ---- inside
-
-    async def _worker(self, asked: RemoteCall[T], timeout_s: float | None = None) -> T:
-        """Call a method on all workers of the engine, and return one reply for all of them."""
+    async def ask_workers(self, asked: RemoteCall[T], timeout_s: float | None = None) -> T:
+        """Call a method of ``MigrationApi`` on all workers; return one reply for all of them."""
         made = self._llm().collective_rpc(asked.name, timeout=None, args=asked.args)
         what = asked.name.removeprefix("banaserve_migration_")
         replies: list[object] = await self._within(made, timeout_s or CALL_TIMEOUT_S, what)
         return rank_reports.together(self._read_all(asked, replies))
 
-    async def _core(self, asked: RemoteCall[T]) -> T:
+    async def pool_blocks(self) -> int:
+        """Return the present number of blocks of the scheduler's pool."""
+        return (await self._ask_core(call(CoreApi.banaserve_pool_info))).num_blocks
+
+    async def resize_pool(self, num_blocks: int) -> PoolResize:
+        """Resize the pool; while blocks in use prevent this, blocks to remove are not allocated."""
+        return await self._ask_core(call(CoreApi.banaserve_resize_pool, num_blocks, True))
+
+    async def _ask_core(self, asked: RemoteCall[T]) -> T:
         made = compat.call_utility(self._llm(), asked.name, *asked.args)
         reply: object = await self._within(made, CALL_TIMEOUT_S, asked.name)
         return self._read(asked, reply)
 
     def _read_all(self, asked: RemoteCall[T], replies: Sequence[object]) -> list[T]:
-        """Return the replies of all ranks.
-
-        Raises:
-            MigrationError: A rank refuses.
-        """
+        """Return the replies of all ranks; raise MigrationError if one refuses."""
         told, refusals = [], []
         for reply in replies:
             try:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from banaserve.contracts.rpc.typed_rpc import call
 from banaserve.migration.kv.host_kv import blocks_gained
 from banaserve.migration.units.base import MigrationUnit
-from banaserve.migration.worker_api import HostStatus, KvStatus
-from banaserve.serving.instance import Instance
+from banaserve.migration.worker_api import HostStatus, KvStatus, MigrationApi
+from banaserve.serving.instances.instance import Instance
 from banaserve.serving.moves.guest_pool import GuestPool
 from banaserve.serving.moves.host_client import HostClient
 from banaserve.serving.moves.move_plan import RemoteUnit
@@ -77,7 +78,8 @@ class HostState:
             MigrationError: The instance cannot migrate.
             InstanceDeadError: The instance has ended.
         """
-        self.status = await self.link().status(memory)
+        asked = call(MigrationApi.banaserve_migration_status, memory)
+        self.status = await self.link().ask_workers(asked)
         return self.status
 
     @property
@@ -100,22 +102,12 @@ class HostState:
         if self.status is None:
             return []
         found = []
-        for unit in self.status.units:
-            guest = guests.get(unit.guest_id)
+        for one in self.status.units:
+            guest = guests.get(one.guest_id)
             at = guest.target if guest is not None else "?"
-            found.append(
-                RemoteUnit(
-                    unit.unit_id,
-                    unit.modules,
-                    at,
-                    unit.guest_id,
-                    unit.epoch,
-                    unit.num_older_blocks,
-                )
-            )
+            of_unit = (one.guest_id, one.epoch, one.num_older_blocks)
+            found.append(RemoteUnit(one.unit_id, one.modules, at, *of_unit))
         return found
-
-    # ---- the scheduler's pool
 
     def pool_with(self, away: Sequence[MigrationUnit]) -> int:
         """Return the number of blocks that the pool may have while these modules are away."""
@@ -130,7 +122,7 @@ class HostState:
         link = self.link()
         kv = (await self.refresh()).kv
         allowed = kv.num_blocks + kv.blocks_gained
-        now = (await link.pool_info()).num_blocks
+        now = await link.pool_blocks()
         await link.resize_pool(max(now, allowed))  # also releases blocks that were held back
         link.check()
         self.grown_blocks = kv.blocks_gained
@@ -140,7 +132,7 @@ class HostState:
         """Try to shrink the pool; return the number of blocks in use that prevent this."""
         link, num_at_start = self.link(), self.kv.num_blocks
         busy = 0
-        if (await link.pool_info()).num_blocks > num_blocks:
+        if await link.pool_blocks() > num_blocks:
             busy = (await link.resize_pool(num_blocks)).busy
         link.check()
         if not busy:

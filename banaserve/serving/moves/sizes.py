@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,9 +24,6 @@ its parent, on CPU."""
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 _MAX_HEADER_BYTES = 64 << 20
 _ELEMENT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-
-AvailableBytes = Callable[[str], int]
-"""Function from an instance's id to the memory available to guests beside it, in bytes."""
 
 
 class ModelFacts(NamedTuple):
@@ -51,7 +48,6 @@ class ModelFacts(NamedTuple):
 
 
 def model_facts(config: VllmConfig) -> ModelFacts:
-    """Return the facts of the model that ``config`` serves."""
     model = config.model_config
     layers = model.get_num_layers(config.parallel_config)
     number_bytes = element_bytes(model)
@@ -68,7 +64,7 @@ def check_room(
     target: str,
     facts: ModelFacts,
     kv: KvStatus,
-    available: AvailableBytes,
+    available_bytes: int,
     num_ranks: int = 1,
 ) -> int:
     """Return the bytes that the modules take beside ``target``, if it has room for them.
@@ -80,12 +76,12 @@ def check_room(
         MigrationError: The target has no room for the modules.
     """
     needed = facts.num_bytes(modules, kv)
-    there, guest = available(target), num_ranks * GUEST_BYTES
-    if needed + guest > there:
+    guest = num_ranks * GUEST_BYTES
+    if needed + guest > available_bytes:
         raise MigrationError(
             f"{target} has no room for {modules}: they take {format_size(needed)} and a guest "
-            f"{format_size(guest)}, {format_size(max(there, 0))} are available there: move "
-            "less, or serve with a smaller --kv-cache-memory-bytes"
+            f"{format_size(guest)}, {format_size(max(available_bytes, 0))} are available there: "
+            "move less, or serve with a smaller --kv-cache-memory-bytes"
         )
     return needed
 

@@ -11,13 +11,13 @@ from banaserve.base.errors import BanaServeError, MigrationError
 from banaserve.base.types import InstanceId
 from banaserve.contracts.migration_api import MoveStatus
 from banaserve.contracts.move_phase import MovePhase
-from banaserve.migration.worker_api import MoveReport
+from banaserve.contracts.rpc.typed_rpc import call
+from banaserve.migration.worker_api import MigrationApi, MoveReport
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.moves.guest_pool import GuestHandle, GuestPool
 from banaserve.serving.moves.host_state import HostState
-from banaserve.serving.moves.move_plan import UnitMove
-from banaserve.serving.moves.timeouts import MoveStage, copies_again, timeout_s
-from banaserve.serving.operations import OperationAbortedError
+from banaserve.serving.moves.move_plan import MoveStage, UnitMove, copies_again, timeout_s
+from banaserve.serving.operation_base import OperationAbortedError
 
 _POLL_S = 0.01
 _LOOK_S = {MoveStage.PREPARE: 0.05, MoveStage.COPY: 0.005, MoveStage.FREE: 0.02}
@@ -30,7 +30,6 @@ class MigrationTask:
 
     Attributes:
         move: Status of the move, updated as the move goes on.
-        planned: Unit to move.
         target: Instance that the unit moves to; None for home.
         precopy: True to copy KV while the host serves.
         is_aborted: Function that returns whether the move is aborted, called between two looks at
@@ -100,7 +99,7 @@ class MigrationTask:
         await host_state.refresh()
         rest = [u.modules for u in host_state.units(self.guests) if u.unit_id != unit_id]
         target = host_state.pool_with(rest)
-        before = (await self._link.pool_info()).num_blocks
+        before = await self._link.pool_blocks()
         limit_s = timeout_s(MoveStage.SHRINK, self._num_bytes)
         until_s = loop.time() + limit_s
         while busy := await host_state.shrink_pool(target):
@@ -114,16 +113,21 @@ class MigrationTask:
         self.blocks_gained -= max(0, before - target)
 
     async def _prepare(self) -> None:
-        planned, move = self.planned, self.move
+        planned, move_id = self.planned, self.move.move_id
         guest_id = self._guest.id if self._guest is not None else None
         async with self._phase("preparing"):
             self._check_abort()
             self._begun = True
             if planned.unit_id:
-                await self._link.move_on(move.move_id, planned.unit_id, guest_id)
+                asked = call(
+                    MigrationApi.banaserve_migration_move_on, move_id, planned.unit_id, guest_id
+                )
             else:
                 assert guest_id is not None
-                await self._link.prepare(move.move_id, planned.modules, guest_id)
+                asked = call(
+                    MigrationApi.banaserve_migration_prepare, move_id, planned.modules, guest_id
+                )
+            await self._link.ask_workers(asked)
             await self._until(MovePhase.PREPARED, MoveStage.PREPARE)
 
     async def _copy(self) -> None:
@@ -131,7 +135,8 @@ class MigrationTask:
         num_times = 0
         async with self._phase("copying"):
             while True:
-                await self._link.precopy(self.move.move_id)
+                asked = call(MigrationApi.banaserve_migration_precopy, self.move.move_id)
+                await self._link.ask_workers(asked)
                 copied = await self._until(MovePhase.COPIED, MoveStage.COPY)
                 now = copied.dirty_blocks or 0
                 num_times += 1
@@ -143,20 +148,16 @@ class MigrationTask:
         self._check_abort()
         async with self._phase("committing"):
             limit_s = timeout_s(MoveStage.COMMIT, self._num_bytes)
+            asked = call(MigrationApi.banaserve_migration_commit, self.move.move_id)
             try:
-                self._note((await self._link.commit(self.move.move_id, limit_s)).move)
-            except MigrationError:
-                if not await self._is_committed():
+                self._note((await self._link.ask_workers(asked, limit_s)).move)
+            except MigrationError:  # the host may have committed all the same
+                move = (await self.host_state.refresh()).moves.get(self.move.move_id)
+                if move is not None:
+                    self._note(move)
+                if move is None or move.phase is not MovePhase.COMMITTED:
                     raise
         self.on_commit()
-
-    async def _is_committed(self) -> bool:
-        """Return whether a commit took place whose answer is an error or late."""
-        move = (await self.host_state.refresh()).moves.get(self.move.move_id)
-        if move is None:
-            return False
-        self._note(move)
-        return move.phase is MovePhase.COMMITTED
 
     async def _until(
         self, phase: MovePhase, stage: MoveStage, may_abort: bool = True
@@ -188,7 +189,8 @@ class MigrationTask:
         """Restore the host's state from before the move; nothing to do if the host has ended."""
         with contextlib.suppress(BanaServeError):
             if self._begun:
-                await self._link.abort(self.move.move_id)
+                asked = call(MigrationApi.banaserve_migration_abort, self.move.move_id)
+                await self._link.ask_workers(asked)
         if self.target is None:
             with contextlib.suppress(BanaServeError):
                 self.blocks_gained += await self.host_state.grow_pool()
@@ -199,7 +201,8 @@ class MigrationTask:
         """Free memory and let the pool grow; a failure here leaves the unit at its target."""
         self._register()
         async with self._phase("freeing"):
-            await self._link.free(self.move.move_id)
+            asked = call(MigrationApi.banaserve_migration_free, self.move.move_id)
+            await self._link.ask_workers(asked)
             await self._until(MovePhase.FREED, MoveStage.FREE, may_abort=False)
         async with self._phase("growing"):
             self.blocks_gained += await self.host_state.grow_pool()

@@ -12,24 +12,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from banaserve.base.types import InstanceId
-from banaserve.serving.instance import Instance
+from banaserve.serving.instances.instance import Instance
 
 
+@dataclass
 class _Group:
-    """Decode legs that begin together.
+    """Decode legs that begin together, once ``closed`` is set.
 
     Attributes:
         awaited: Unfinished ones of the prompts that were being computed when the first leg arrived.
-        closed: Event set when the legs may begin.
-        timer: Timer that closes the group when the first leg has waited for the limit.
     """
 
-    def __init__(self, awaited: set[object]) -> None:
-        self.awaited = awaited
-        self.closed = asyncio.Event()
-        self.timer: asyncio.TimerHandle | None = None
+    awaited: set[object]
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class DecodeBatching:
@@ -74,7 +72,7 @@ class DecodeBatching:
         if group is None:
             group = self._groups[instance.id] = _Group(set(instance.coming))
             loop = asyncio.get_running_loop()
-            group.timer = loop.call_later(self._limit_s, self._close, instance.id, group)
+            loop.call_later(self._limit_s, self._close, instance.id, group)
         events = [group.closed] if news is None else [group.closed, news]
         waits = [asyncio.create_task(event.wait()) for event in events]
         try:
@@ -85,7 +83,5 @@ class DecodeBatching:
 
     def _close(self, instance: InstanceId, group: _Group) -> None:
         group.closed.set()
-        if group.timer is not None:
-            group.timer.cancel()
         if self._groups.get(instance) is group:
             del self._groups[instance]

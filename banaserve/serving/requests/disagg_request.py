@@ -12,44 +12,31 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from http import HTTPStatus
 
 from banaserve.base.errors import DeadlineExceededError, InstanceDeadError
-from banaserve.base.types import NOWHERE, InstanceId, RequestId, RequestView
+from banaserve.base.types import NOWHERE, RequestId, RequestView
 from banaserve.contracts.trace_events import FirstToken, LegBegan, LegEnded, LegFailed, LegOutput
 from banaserve.engine.compat import engine as compat
 from banaserve.engine.compat.requests import GracefulHTTPError, RequestOutput, RequestOutputKind
 from banaserve.engine.connector.handover import Handover
 from banaserve.engine.continuation import logprob_rows
 from banaserve.orchestrator.control.routing.legs import LegReason
-from banaserve.serving.instance import REBALANCED, Instance
+from banaserve.serving.instances.instance import REBALANCED, Instance
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.monitoring.leg_stats import IterationByLeg
-from banaserve.serving.requests.leg_output import LegMovedError, LegOutputCollector
-from banaserve.serving.requests.legs import decode_leg, prefill_leg
+from banaserve.serving.requests.legs import (
+    LegMovedError,
+    LegOutputCollector,
+    decode_leg,
+    prefill_leg,
+)
 from banaserve.serving.requests.request_context import Prediction, RequestContext, StoredPrompt
 from banaserve.serving.requests.router import RoutedLegs, Router, WeightsReplacedError
 from banaserve.serving.requests.suspects import given_up
 
 DEAD = (compat.EngineDeadError, InstanceDeadError)
-
-
-@dataclass(frozen=True)
-class Retry:
-    """Facts about earlier attempts that the next attempt of a request takes into account.
-
-    Attributes:
-        is_first: True if there was no earlier attempt.
-        dead: Instance that died last; None for none, or if it has been removed.
-        avoided: Instance that the rebalancer has just moved the request away from; None for none.
-        rebalanced_s: Time of that move on the event loop's clock, in seconds; None for none.
-    """
-
-    is_first: bool = True
-    dead: Instance | None = None
-    avoided: InstanceId | None = None
-    rebalanced_s: float | None = None
 
 
 # ---- the request's life
@@ -59,13 +46,12 @@ async def run_request(
     context: RequestContext, router: Router
 ) -> AsyncGenerator[RequestOutput, None]:
     """Run all legs, and retry elsewhere after a failure; raise one clear error if impossible."""
-    retry = Retry()
     try:
         while True:
             leg = "route"
             legs: RoutedLegs | None = None
             try:
-                legs = await choose(context, router, retry)
+                legs = await choose(context, router)
                 if legs.prefill is not None and not (context.prefilled or context.aborted):
                     leg = "prefill"
                     await prefill(context, router, legs, legs.prefill)
@@ -73,21 +59,20 @@ async def run_request(
                 if context.aborted:
                     yield context.send(await aborted_output(context, legs.decode))
                     return
-                legs = await hand_over(context, router, legs, retry)
-                stream = decode(context, router, legs, retry.rebalanced_s)
-                async with contextlib.aclosing(stream) as outputs:
+                legs = await hand_over(context, router, legs)
+                async with contextlib.aclosing(decode(context, router, legs)) as outputs:
                     async for output in outputs:
                         yield context.send(output)
                 router.residency.computed(legs.decode, context.request, context.tokens_so_far)
                 return
             except Exception as error:
-                retry = recover(context, router, retry, error, leg, legs)
+                recover(context, router, error, leg, legs)
     finally:
         context.suspicion.end_turn()
         router.lookups.end_hold(context.hold, context.index)
 
 
-async def choose(context: RequestContext, router: Router, retry: Retry) -> RoutedLegs:
+async def choose(context: RequestContext, router: Router) -> RoutedLegs:
     """Choose the instances of the next attempt, once the request may run."""
     request, params, num_tokens = context.request, context.params, context.num_prompt_tokens
     asked = RequestView(
@@ -104,13 +89,13 @@ async def choose(context: RequestContext, router: Router, retry: Retry) -> Route
     if suspicion.num_deaths and suspicion.must_wait(context.progress):
         await suspicion.wait_for_turn(router.retry_turns, context.deadline)
     async with asyncio.timeout_at(context.deadline):
-        if retry.dead is not None and not context.tokens_so_far:
+        if context.dead is not None and not context.tokens_so_far:
             # Until then the store keeps the prompt's blocks reserved for the dead engine.
-            await retry.dead.wait_given_back()
+            await context.dead.wait_given_back()
         legs = await router.route(
-            asked, context.blockers.split, context.notes, context.weights, retry.avoided
+            asked, context.blockers.split, context.notes, context.weights, context.avoided
         )
-    is_predicted = legs.route.ttft_s is not None and retry.is_first and context.index == 0
+    is_predicted = legs.route.ttft_s is not None and context.is_first_try and context.index == 0
     now_s = asyncio.get_running_loop().time()
     context.prediction = Prediction(legs.route, now_s) if is_predicted else None
     return legs
@@ -170,9 +155,7 @@ async def prefill(
         context.suspicion.has_progressed(context.progress)
 
 
-async def hand_over(
-    context: RequestContext, router: Router, legs: RoutedLegs, retry: Retry
-) -> RoutedLegs:
+async def hand_over(context: RequestContext, router: Router, legs: RoutedLegs) -> RoutedLegs:
     """Return the legs of the decode leg; it goes elsewhere if its instance has left meanwhile."""
     chosen = legs.decode
     if legs.prefill is not None and (
@@ -186,20 +169,16 @@ async def hand_over(
         context.prediction = None
     context.weights = legs.decode.weights
     context.prompt_leg_ended.set()
-    if retry.is_first and context.index == 0:
+    if context.is_first_try and context.index == 0:
         way = "one_leg" if legs.prefill is None else "two_legs"
         metrics.REQUESTS.labels(way, context.blockers.split or str(legs.route.reason)).inc()
     return legs
 
 
 async def decode(
-    context: RequestContext, router: Router, legs: RoutedLegs, moved_s: float | None
+    context: RequestContext, router: Router, legs: RoutedLegs
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Run the decode leg, or the whole request if there was no prefill leg.
-
-    Args:
-        moved_s: Time of the stream's last move by the rebalancer; None if it was not moved.
-    """
+    """Run the decode leg, or the whole request if there was no prefill leg."""
     instance, batching = legs.decode, router.decode_batching
     llm, request_id = _client(instance), context.request.request_id
     queue = LegOutputCollector(context.params.output_kind, request_id)
@@ -207,7 +186,7 @@ async def decode(
     to_compute = 0 if context.prefilled else legs.asked.to_compute_at(instance.id)
     num_tokens = context.num_prompt_tokens + num_resumed
     handover = _handover_to_decode(context, legs)
-    held = instance.holding(to_compute, num_tokens, queue.move, moved_s=moved_s)
+    held = instance.holding(to_compute, num_tokens, queue.move, moved_s=context.moved_s)
     with held as counted, queue.expiring(context.deadline):
         context.suspicion.num_beside = instance.inflight_requests
         try:
@@ -337,14 +316,9 @@ async def aborted_output(context: RequestContext, instance: Instance) -> Request
 
 
 def recover(
-    context: RequestContext,
-    router: Router,
-    retry: Retry,
-    error: Exception,
-    leg: str,
-    legs: RoutedLegs | None,
-) -> Retry:
-    """Return what the next attempt takes into account after ``leg`` has failed with ``error``.
+    context: RequestContext, router: Router, error: Exception, leg: str, legs: RoutedLegs | None
+) -> None:
+    """Note in ``context`` what the next attempt takes into account after ``leg`` has failed.
 
     Raises:
         GracefulHTTPError: The request's time is over, or instances probably die of it.
@@ -352,7 +326,9 @@ def recover(
     """
     suspicion = context.suspicion
     instance = None if legs is None else legs.prefill if leg == "prefill" else legs.decode
-    retry = replace(retry, is_first=False, avoided=retry.avoided if leg == "route" else None)
+    context.is_first_try = False
+    if leg != "route":
+        context.avoided = None
     match error:
         case compat.EngineDeadError() | InstanceDeadError() if instance is not None:
             dead = router.cluster.instances.get(instance.id)  # None if removed meanwhile
@@ -367,13 +343,13 @@ def recover(
             if suspicion.is_certain:
                 raise given_up(context.request.external_req_id, suspicion.num_deaths) from error
             metrics.RETRIES.labels(leg).inc()
-            retry = replace(retry, dead=dead)
+            context.dead = dead
         case LegMovedError() if instance is not None:
             _note_failure(context, leg, instance, error, "goes on elsewhere")
             if error.reason == REBALANCED:
                 metrics.REBALANCED.inc()
-                now_s = asyncio.get_running_loop().time()
-                retry = replace(retry, avoided=instance.id, rebalanced_s=now_s)
+                context.avoided = instance.id
+                context.moved_s = asyncio.get_running_loop().time()
             else:
                 metrics.MOVED.inc()
         case WeightsReplacedError() if context.start_over():
@@ -383,7 +359,6 @@ def recover(
         case _:
             raise error
     suspicion.end_turn()
-    return retry
 
 
 def out_of_time() -> GracefulHTTPError:

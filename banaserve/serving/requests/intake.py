@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import secrets
 from collections.abc import Mapping, Sized
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
+import msgspec
+
+from banaserve.base.access.tenants import TenantTerms
 from banaserve.engine.compat import engine as compat
-from banaserve.engine.compat.requests import END_TOKENS, SamplingParams, SamplingType
+from banaserve.engine.compat.requests import (
+    END_TOKENS,
+    GracefulHTTPError,
+    LoRARequest,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+    SamplingType,
+)
+from banaserve.engine.connector.block_hash import describe_adapter
 
 _SEED_BITS = 62
 _OURS = "banaserve_"
@@ -153,3 +168,83 @@ def _said(value: Any) -> Any:
     """Return ``value``, or None if it is False or empty; 0 is kept: logprobs=0 asks for some."""
     is_empty = isinstance(value, Sized) and len(value) == 0
     return None if value is False or is_empty else value
+
+
+class Adapters:
+    """Adapters, with a unique id and name for each load of an adapter.
+
+    vLLM puts the name and path of an adapter into the keys of its KV blocks; of two adapters with
+    the same name in a batch it activates only one. Replaced files have the same path as before.
+    """
+
+    def __init__(self) -> None:
+        self._ids = itertools.count(1)
+        self._names: dict[int, str] = {}
+
+    def begin(self, adapter: LoRARequest) -> None:
+        """Give an id to an adapter that engines are about to load; modifies ``adapter``.
+
+        An adapter loaded in place of another one gets a new id, too, since running requests
+        continue with the old weights.
+        """
+        adapter.lora_int_id, adapter.load_inplace = next(self._ids), False
+
+    async def loaded(self, adapter: LoRARequest) -> None:
+        """Name an adapter by the hash of its files, which identifies them after a restart, too.
+
+        Raises:
+            OSError: A file of the adapter cannot be read.
+        """
+        digest = await asyncio.to_thread(describe_adapter, adapter.lora_path)
+        name = f"{adapter.lora_name}@{adapter.lora_int_id}.{digest[:16]}"
+        self._names[adapter.lora_int_id] = name
+
+    def resolve_lora(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return options of ``generate`` or ``encode`` with the adapter as engines know it."""
+        adapter = options.get("lora_request")
+        if adapter is None:
+            return dict(options)
+        name = self._names[adapter.lora_int_id]
+        return {**options, "lora_request": msgspec.structs.replace(adapter, lora_name=name)}
+
+
+class SessionTokens:
+    """Counter of the tokens that each output adds to a session's prompt and to its answer.
+
+    A session may last an hour, so counting at its end would be too late to limit the key's other
+    requests. A piece of the prompt is counted with the first output after it.
+
+    Args:
+        terms: Tenant's terms: they get the number of new tokens, never 0, and decide whether the
+            session may continue. None without tenants: it may.
+        params: Session's sampling parameters; their ``output_kind`` tells whether an output has
+            only the new tokens.
+    """
+
+    def __init__(self, terms: TenantTerms | None, params: SamplingParams) -> None:
+        self._terms = terms
+        self._is_cumulative = params.output_kind != RequestOutputKind.DELTA
+        self._prompt_tokens = self._output_tokens = 0
+
+    def add(self, output: RequestOutput) -> None:
+        """Count the new tokens of ``output``; its ``prompt_token_ids`` are of all pieces so far."""
+        if self._terms is None:
+            return
+        prompt_tokens = max(self._prompt_tokens, len(output.prompt_token_ids or ()))
+        output_tokens = sum(len(one.token_ids) for one in output.outputs)
+        if not self._is_cumulative:
+            output_tokens += self._output_tokens
+        new = prompt_tokens - self._prompt_tokens + max(0, output_tokens - self._output_tokens)
+        self._prompt_tokens = prompt_tokens
+        self._output_tokens = max(self._output_tokens, output_tokens)
+        if new:
+            self._terms.use_tokens(new)
+
+    def check(self) -> None:
+        """Return if the session may continue.
+
+        Raises:
+            GracefulHTTPError: The session's API key has exceeded its limit.
+        """
+        if self._terms is not None and (why := self._terms.refuse_session()):
+            raise GracefulHTTPError(why, HTTPStatus.TOO_MANY_REQUESTS)

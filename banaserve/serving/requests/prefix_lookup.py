@@ -18,8 +18,8 @@ from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.wire import MAX_KEYS
-from banaserve.serving.cluster import Cluster
-from banaserve.serving.generations import candidates
+from banaserve.serving.instances.cluster import Cluster
+from banaserve.serving.instances.generations import candidates
 
 _ASKED_S = 0.02
 """Maximum wait for the answers of other machines' stores, in seconds.
@@ -34,6 +34,7 @@ _TELL_S = 0.2
 Most holds have been ended by their decode legs before.
 """
 _HOLD_BITS = 62
+_KNOWN = (Lookup.HIT, Lookup.PENDING)
 
 
 class PromptHold(NamedTuple):
@@ -52,7 +53,6 @@ class HoldEnd(NamedTuple):
     """End of a hold.
 
     Attributes:
-        hold: Number of the hold.
         reader: Index of the decode leg that no longer reads the blocks; None for all legs.
         store: ``HOST:PORT`` of a peer of the front door's store that is told, too; empty for none.
     """
@@ -63,7 +63,7 @@ class HoldEnd(NamedTuple):
 
 
 class PrefixLookup:
-    """Lookup of prompts in the store, with the engines' hashes of blocks; off the event loop."""
+    """Lookup of prompts in the store, with the engines' hashes of blocks. Its methods block."""
 
     def __init__(self, config: VllmConfig, fingerprint: Fingerprint, socket_path: str) -> None:
         self._block_size = fingerprint.block_size_tokens
@@ -72,25 +72,19 @@ class PrefixLookup:
             socket_path, fingerprint, client_name="front-door", maps_pool=False
         )
 
-    async def cached_tokens(self, request: compat.EngineCoreRequest) -> int:
+    def cached_tokens(self, request: compat.EngineCoreRequest) -> int:
         """Return the length in tokens of the longest prefix that is stored or being stored.
 
         Only whole blocks count.
         """
-        return await asyncio.to_thread(self._cached_tokens, request)
-
-    def _cached_tokens(self, request: compat.EngineCoreRequest) -> int:
         keys = kv_cache.Request.from_engine_core_request(request, self._hasher).block_hashes
         if not keys:
             return 0
         known = num_known(lambda: self._client.lookup(keys[:MAX_KEYS]), WallClock().now, time.sleep)
         return known * self._block_size
 
-    async def end_holds(self, holds: Sequence[HoldEnd]) -> None:
+    def end_holds(self, holds: Sequence[HoldEnd]) -> None:
         """End holds: the store may evict their blocks again."""
-        await asyncio.to_thread(self._end_holds, holds)
-
-    def _end_holds(self, holds: Sequence[HoldEnd]) -> None:
         # Reconnects to a restarted store: it has the holds that engines have told it since.
         self._client.lookup(())
         for hold in holds:
@@ -113,22 +107,13 @@ def num_known(
         sleep: Function that sleeps for seconds of the same clock.
     """
     until_s = now() + _ASKED_S
-    states = look()
-    while _num_known(states) < _num_hoped(states) and now() < until_s:
-        sleep(_POLL_S)
+    while True:
         states = look()
-    return _num_known(states)
-
-
-def _num_known(states: Sequence[Lookup]) -> int:
-    """Return the number of blocks of the longest prefix that is stored or being stored."""
-    known = takewhile(lambda state: state in (Lookup.HIT, Lookup.PENDING), states)
-    return sum(1 for _ in known)
-
-
-def _num_hoped(states: Sequence[Lookup]) -> int:
-    """Return that number if other machines' stores had all blocks that they are asked for."""
-    return sum(1 for _ in takewhile(lambda state: state is not Lookup.MISS, states))
+        known = sum(1 for _ in takewhile(lambda state: state in _KNOWN, states))
+        hoped = sum(1 for _ in takewhile(lambda state: state is not Lookup.MISS, states))
+        if known == hoped or now() >= until_s:
+            return known
+        sleep(_POLL_S)
 
 
 class PrefixLookups:
@@ -170,7 +155,7 @@ class PrefixLookups:
             # All lookups are clients of the same store, so any of them will do.
             lookup = next(iter(self.by_weights.values()), None)
             if lookup is not None:
-                await lookup.end_holds(ended)
+                await asyncio.to_thread(lookup.end_holds, ended)
 
     async def cached_tokens(self, request: compat.EngineCoreRequest) -> int:
         """Return the number of prompt tokens that the store has; 0 without a store.
@@ -182,15 +167,16 @@ class PrefixLookups:
             return 0
         if all(one.role is Role.COLOCATED for one in self._cluster.instances.values()):
             return 0
-        lookup = self._of_new_requests()
-        return await lookup.cached_tokens(request) if lookup is not None else 0
+        if (lookup := self._of_new_requests()) is None:
+            return 0
+        return await asyncio.to_thread(lookup.cached_tokens, request)
 
     def _of_new_requests(self) -> PrefixLookup | None:
         """Return the lookup for the generation that new requests are routed to; None if unknown."""
         if len(self.by_weights) == 1:
             return next(iter(self.by_weights.values()))
         instances = self._cluster.instances
-        chosen = candidates(self._cluster.members())
+        chosen = candidates(instances.values())
         return next((self.by_weights.get(instances[name].weights) for name in chosen), None)
 
     def keep_only(self, weights: str) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from banaserve.base.clock import Clock
-from banaserve.base.types import InstanceId, OutputLengths, Role
+from banaserve.base.types import InstanceId
 from banaserve.orchestrator.control.rebalancing import (
     DecodeLoad,
     RebalanceOptions,
@@ -17,8 +17,8 @@ from banaserve.orchestrator.control.rebalancing import (
     decode_load_of,
     remaining_tokens,
 )
-from banaserve.serving.cluster import Cluster
-from banaserve.serving.instance import Instance
+from banaserve.serving.instances.instance import Instance
+from banaserve.serving.requests.router import Router
 
 logger = logging.getLogger(__name__)
 _STALE_S = 5.0
@@ -32,22 +32,18 @@ class Rebalancer:
     instances that do both.
 
     Args:
-        output_lengths: Function that returns the lengths of the last answers; None before the first
-            answer has ended.
-        options: Thresholds and times of the decision.
         note: Function called with the streams to leave each instance, before they leave.
     """
 
     def __init__(
         self,
-        cluster: Cluster,
-        output_lengths: Callable[[], OutputLengths | None],
+        router: Router,
         options: RebalanceOptions,
         clock: Clock,
         note: Callable[[Mapping[InstanceId, Sequence[Stream]]], None],
     ) -> None:
-        self._cluster = cluster
-        self._output_lengths = output_lengths
+        self._cluster = router.cluster
+        self._output_lengths = router.output_lengths
         self._options = options
         self._clock = clock
         self._note = note
@@ -79,9 +75,10 @@ class Rebalancer:
         num_moved, begun = 0, self._begun
         self._begun = set()
         for role in self._options.roles:
-            loads = list(self._loads(role))
+            instances = self._cluster.instances.values()
+            loads = [self._load(i) for i in instances if i.role is role and i.takes_requests]
             now_s = asyncio.get_running_loop().time()
-            remaining = remaining_tokens(self._output_lengths())
+            remaining = remaining_tokens(self._output_lengths.lengths)
             moves = choose_moves(loads, now_s, self._options, remaining, begun)
             self._begun.update(moves)
             if moves:
@@ -90,20 +87,11 @@ class Rebalancer:
                 instance = self._cluster.instances[source]
                 for stream in streams:
                     instance.move_stream(stream.key)
-                num_waiting = sum(stream.is_waiting for stream in streams)
-                logger.info(
-                    "%d streams leave instance %s, %d of which had not begun there",
-                    len(streams),
-                    source,
-                    num_waiting,
-                )
-                num_moved += len(streams)
+                num, num_waiting = len(streams), sum(stream.is_waiting for stream in streams)
+                words = "%d streams leave instance %s, %d of which had not begun there"
+                logger.info(words, num, source, num_waiting)
+                num_moved += num
         return num_moved
-
-    def _loads(self, role: Role) -> Iterator[DecodeLoad]:
-        for instance in self._cluster.instances.values():
-            if instance.role is role and instance.takes_requests:
-                yield self._load(instance)
 
     def _load(self, instance: Instance) -> DecodeLoad:
         view = instance.view()

@@ -6,10 +6,10 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from banaserve.base.types import NO_LIMITS, RequestLimits, Route
+from banaserve.base.types import NO_LIMITS, InstanceId, RequestLimits, Route
 from banaserve.engine.compat import engine as compat
 from banaserve.engine.compat.requests import RequestOutput, RequestOutputKind, SamplingParams
-from banaserve.serving.instance import Instance
+from banaserve.serving.instances.instance import Instance
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.monitoring.leg_stats import Leg, LegRequestStats, Sequences
 from banaserve.serving.requests.intake import Blockers
@@ -37,18 +37,11 @@ class Prediction(NamedTuple):
     """Times that the routing policy predicted for a request.
 
     Attributes:
-        route: Route with the predicted times.
         routed_s: Time of the routing on the event loop's clock, in seconds.
     """
 
     route: Route
     routed_s: float
-
-    def observe(self, what: str, predicted_s: float | None, measured_s: float) -> None:
-        """Compare a predicted time with the measured one."""
-        if predicted_s is not None and measured_s > 0:
-            legs = "one_leg" if self.route.prefill is None else "two_legs"
-            metrics.PREDICTED.labels(what, legs).observe(predicted_s / measured_s)
 
 
 @dataclass
@@ -57,17 +50,11 @@ class RequestContext:
 
     Attributes:
         request: Request of one sequence: tokenised, validated, with its id.
-        prompt_text: Text of the prompt; None if unknown.
-        blockers: Reasons why the request cannot take the usual way over two instances.
         deadline: Deadline on the event loop's clock, in seconds.
-        notes: Events of the request, for ``banaserve trace``.
-        limits: Latency limits that the request specifies.
         uncached_tokens: Estimated number of prompt tokens that the store does not have.
         index: Index of the sequence; sequence 0 counts as the request, in metrics and notes.
-        sequences: Counts of all sequences of the same request.
         prompt_leg_ended: Event of all sequences, set once the prompt is in the store, or the first
             sequence is on its way to one instance; then the other sequences begin.
-        suspicion: Deaths of instances under the request.
         prompt: Prompt in the store, held for decode; None before a prefill leg.
         state: vLLM's front-end state (detokenizer, logprobs); None before output has begun.
         weights: Identity of the weights of the engines that compute it; empty before the first.
@@ -76,6 +63,10 @@ class RequestContext:
         first_sent_s: Time of the first output to the client, on the event loop's clock, in seconds;
             None before that.
         aborted: True if the request was aborted by its id; it ends with the output so far.
+        is_first_try: True if no earlier attempt to run the request has failed.
+        dead: Instance that died last under the request; None for none, or if it has been removed.
+        avoided: Instance that the rebalancer has just moved the request away from; None for none.
+        moved_s: Time of that move on the event loop's clock, in seconds; None for none.
     """
 
     request: compat.EngineCoreRequest
@@ -96,6 +87,10 @@ class RequestContext:
     prediction: Prediction | None = None
     first_sent_s: float | None = None
     aborted: bool = False
+    is_first_try: bool = True
+    dead: Instance | None = None
+    avoided: InstanceId | None = None
+    moved_s: float | None = None
     _num_ids: int = 0
 
     @property
@@ -128,7 +123,6 @@ class RequestContext:
 
     @property
     def num_output_tokens(self) -> int:
-        """Number of output tokens so far."""
         return len(self.tokens_so_far)
 
     @property
@@ -173,10 +167,15 @@ class RequestContext:
         if self.params.output_kind is RequestOutputKind.FINAL_ONLY or first_s is None:
             return
         if is_first:
-            prediction.observe("ttft", route.ttft_s, first_s - prediction.routed_s)
+            what, predicted_s, measured_s = "ttft", route.ttft_s, first_s - prediction.routed_s
         elif is_last and (more := self.num_output_tokens - 1) > 0:
             took_s = asyncio.get_running_loop().time() - first_s
-            prediction.observe("tpot", route.tpot_s, took_s / more)
+            what, predicted_s, measured_s = "tpot", route.tpot_s, took_s / more
+        else:
+            return
+        if predicted_s is not None and measured_s > 0:
+            legs = "one_leg" if route.prefill is None else "two_legs"
+            metrics.PREDICTED.labels(what, legs).observe(predicted_s / measured_s)
 
     def take_other_id(self) -> None:
         """Continue under a new id, since the previous engine may be in the middle of a step.

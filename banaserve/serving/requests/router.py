@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from http import HTTPStatus
 from typing import NamedTuple
 
 from banaserve.base.clock import Clock
 from banaserve.base.errors import NoInstanceError, PolicyError
-from banaserve.base.types import ClusterView, InstanceId, RequestView, Route
+from banaserve.base.types import NOWHERE, ClusterView, InstanceId, RequestView, Route
 from banaserve.contracts.trace_events import NoInstance
+from banaserve.engine.compat import engine as compat
 from banaserve.engine.compat.requests import GracefulHTTPError
 from banaserve.orchestrator.control.model.output_length import OutputLengthWindow
+from banaserve.orchestrator.control.model.resident_prefixes import ResidentPrefixes
 from banaserve.orchestrator.control.routing.named import NamedPolicy
-from banaserve.serving.cluster import Cluster
-from banaserve.serving.generations import candidates, is_lost
-from banaserve.serving.instance import Instance
+from banaserve.serving.instances.cluster import Cluster
+from banaserve.serving.instances.generations import candidates, is_lost
+from banaserve.serving.instances.instance import Instance
 from banaserve.serving.requests.decode_batching import DecodeBatching
 from banaserve.serving.requests.prefix_lookup import PrefixLookups
-from banaserve.serving.requests.residency import Residency
 from banaserve.serving.tracing.request_log import RequestNotes, SeenRoute
 
 logger = logging.getLogger(__name__)
@@ -42,7 +44,6 @@ class RoutedLegs(NamedTuple):
 
     Attributes:
         asked: Request as the policy saw it.
-        route: Policy's choice.
         prefill: Instance of the prefill leg; None if one instance serves both legs.
         decode: Instance of the decode leg, or of both legs.
     """
@@ -63,11 +64,8 @@ class Router:
             disables waiting.
 
     Attributes:
-        lookups: Lookups of prompts in the store.
         residency: KV in the engines' own caches; nothing is recorded before ``follow_residency``.
-        output_lengths: Lengths of the last answers, for the policy.
         retry_turns: Lock of the only suspect that may run; see ``Suspicion``.
-        decode_batching: Groups of decode legs that begin together.
     """
 
     def __init__(
@@ -93,8 +91,6 @@ class Router:
         """Record from now on what the engines' own caches hold, in blocks of ``block_tokens``."""
         self.residency = Residency(block_tokens)
         self.cluster.supervisor.on_ended.append(self.residency.forget)
-
-    # ---- routing
 
     async def route(
         self,
@@ -128,7 +124,10 @@ class Router:
             try:
                 route = self.policy.route(asked, seen)
             except PolicyError as failure:
-                self._log(failure)
+                # Later failures are logged without a traceback.
+                cause = None if self._has_shown_failure else failure.__cause__
+                self._has_shown_failure = True
+                logger.error("%s", failure, exc_info=cause)
                 error = GracefulHTTPError(str(failure), HTTPStatus.INTERNAL_SERVER_ERROR)
                 raise error from None
             except NoInstanceError as nobody:
@@ -150,28 +149,66 @@ class Router:
             prefill = None if route.prefill is None else known[route.prefill]
             return RoutedLegs(asked, route, prefill, known[route.decode])
 
-    def _view(self) -> ClusterView:
-        return ClusterView(
-            now_s=self._clock.now(),
-            instances=self.cluster.views(),
-            output_lengths=self.output_lengths.lengths,
-        )
-
     def _view_of(self, weights: str) -> ClusterView:
         """Return the view for a request that began with ``weights``: one generation only."""
-        view, found = self._view(), {one.weights for one in self.cluster.instances.values()}
+        views, lengths = self.cluster.views(), self.output_lengths.lengths
+        view = ClusterView(now_s=self._clock.now(), instances=views, output_lengths=lengths)
+        found = {one.weights for one in self.cluster.instances.values()}
         is_replacing = self.cluster.is_replacing
         if not is_replacing and (len(found) < 2 if not weights else found == {weights}):
             return view
-        members = self.cluster.members()
-        if weights and is_lost(members, weights):
+        instances = self.cluster.instances.values()
+        if weights and is_lost(instances, weights):
             raise WeightsReplacedError
-        chosen = candidates(members, weights)
+        chosen = candidates(instances, weights)
         seen = {name: replace(view.instances[name], ready=True) for name in sorted(chosen)}
         return replace(view, instances=seen)
 
-    def _log(self, failure: PolicyError) -> None:
-        """Log one line for each failure of the policy; the first one with a traceback."""
-        cause = None if self._has_shown_failure else failure.__cause__
-        self._has_shown_failure = True
-        logger.error("%s", failure, exc_info=cause)
+
+class Residency:
+    """Record of the requests that instances have computed, for the next turn of the same chat.
+
+    Args:
+        block_tokens: Number of tokens of an engine's KV block; 0 to record nothing, for policies
+            that do not use the record.
+    """
+
+    def __init__(self, block_tokens: int = 0) -> None:
+        self._prefixes = ResidentPrefixes(block_tokens) if block_tokens else None
+
+    def computed(
+        self, instance: Instance, request: compat.EngineCoreRequest, output: Sequence[int] = ()
+    ) -> None:
+        """Record that ``instance`` has the KV of the prompt and of ``output``.
+
+        The last token of ``output`` has no KV yet, and an engine that has ended has no KV.
+        """
+        if self._prefixes is None or request.prompt_token_ids is None:
+            return
+        if instance.llm is not None:
+            tokens = [*request.prompt_token_ids, *output[:-1]]
+            self._prefixes.add(instance.id, _root(request), tokens, instance.view().kv_tokens)
+
+    def found(self, request: compat.EngineCoreRequest) -> Mapping[InstanceId, int]:
+        """Return the number of prompt tokens probably cached, by instance.
+
+        See ``ResidentPrefixes``.
+        """
+        params = request.sampling_params
+        if self._prefixes is None or request.prompt_token_ids is None:
+            return NOWHERE
+        if request.prompt_embeds is not None or (params and params.skip_reading_prefix_cache):
+            return NOWHERE
+        return self._prefixes.found(_root(request), request.prompt_token_ids)
+
+    def forget(self, instance: InstanceId | None = None) -> None:
+        """Forget the cache of ``instance``, or of every instance if None."""
+        if self._prefixes is not None:
+            self._prefixes.forget(instance)
+
+
+def _root(request: compat.EngineCoreRequest) -> Hashable:
+    """Return the values that distinguish equal tokens, as in vLLM's own hashes of blocks."""
+    adapter = request.lora_request.lora_name if request.lora_request is not None else None
+    media = tuple(feature.identifier for feature in request.mm_features or ())
+    return request.cache_salt, adapter, media

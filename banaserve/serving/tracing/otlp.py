@@ -30,8 +30,7 @@ from banaserve import __version__
 from banaserve.base.platform.processes import in_daemon_thread
 from banaserve.contracts.trace_events import RequestTrace, TraceSpan
 from banaserve.serving.monitoring.metrics import TRACE_SPANS
-from banaserve.serving.tracing.http_call import HttpCall
-from banaserve.serving.tracing.request_log import RequestNotes, RequestSpan
+from banaserve.serving.tracing.request_log import HttpCall, RequestNotes, RequestSpan
 from banaserve.serving.tracing.spans import SpanName
 from banaserve.serving.tracing.trace_collection import TraceCollector
 
@@ -117,7 +116,6 @@ class OtlpTracer:
 
     Args:
         exporter: Exporter that sends spans; it may block, since it runs in a separate thread.
-        collector: Collector that asks the engines for their notes.
         model: Name of the model for clients.
         max_spans: Maximum number of spans that wait or are being sent.
     """
@@ -141,7 +139,14 @@ class OtlpTracer:
 
     def start(self) -> None:
         """Start the task that collects traces."""
-        self._collecting = asyncio.create_task(self._collect_again())
+
+        async def collect() -> None:
+            while True:
+                await asyncio.sleep(_COLLECT_EVERY_S)
+                while self._waiting:
+                    await self._collect()
+
+        self._collecting = asyncio.create_task(collect())
 
     async def close(self) -> None:
         """Collect, then send the remaining spans, for at most three seconds each: both may hang."""
@@ -163,7 +168,6 @@ class OtlpTracer:
 
         Args:
             notes: Notes of the request, complete only once the answer has been sent.
-            params: vLLM's ``SamplingParams`` of the request.
         """
         traced = call.traced
         if traced is None:
@@ -207,12 +211,6 @@ class OtlpTracer:
             TRACE_SPANS.labels("dropped").inc(1 + len(call.traced.requests))
 
     # ---- afterwards
-
-    async def _collect_again(self) -> None:
-        while True:
-            await asyncio.sleep(_COLLECT_EVERY_S)
-            while self._waiting:
-                await self._collect()
 
     async def _collect(self) -> None:
         calls = [self._waiting.popleft() for _ in range(min(_BATCH_CALLS, len(self._waiting)))]

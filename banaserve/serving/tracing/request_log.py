@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import chain
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from banaserve.base.clock import Clock
 from banaserve.base.errors import UserError
@@ -21,9 +22,10 @@ from banaserve.contracts.trace_events import (
     RequestSummary,
     RouteCandidate,
     Routed,
+    TraceLine,
 )
 from banaserve.serving.monitoring import metrics
-from banaserve.serving.tracing.http_call import HttpCall
+from banaserve.serving.tracing.spans import FRONT_DOOR
 
 OBSERVED_REQUESTS = 20_000
 """Number of requests kept for policies, which compare a load with earlier requests.
@@ -57,28 +59,18 @@ class SeenRoute(NamedTuple):
 
     def event(self) -> Routed:
         candidates = [
-            RouteCandidate(
-                one.id, one.role.value, one.inflight_requests, one.inflight_prefill_tokens
-            )
-            for one in self.view.instances.values()
-            if one.ready
+            RouteCandidate(i.id, i.role.value, i.inflight_requests, i.inflight_prefill_tokens)
+            for i in self.view.instances.values()
+            if i.ready
         ]
-        route = self.route
-        return Routed(
-            self.policy,
-            route.prefill,
-            route.decode,
-            str(route.reason),
-            self.split_blocker,
-            candidates,
-        )
+        prefill, decode, reason = self.route.prefill, self.route.decode, str(self.route.reason)
+        return Routed(self.policy, prefill, decode, reason, self.split_blocker, candidates)
 
 
 class TracedLeg(NamedTuple):
     """A leg whose notes its engine can be asked for.
 
     Attributes:
-        incarnation: Incarnation of the instance, which loses its notes when it is restarted.
         name: Engine's id of the request, or the common stem of several ids (with n > 1).
     """
 
@@ -88,28 +80,12 @@ class TracedLeg(NamedTuple):
 
     @property
     def life(self) -> tuple[str, int]:
-        """Instance and incarnation."""
+        """Instance and incarnation: a restarted instance has lost its notes."""
         return self.instance, self.incarnation
-
-
-class Noted(NamedTuple):
-    """An event of the front door.
-
-    Attributes:
-        leg_id: Engine's id of the leg, or id of its sequence; empty for the whole request.
-    """
-
-    at_s: float
-    event: FrontEvent
-    leg_id: str = ""
 
 
 class RequestNotes:
     """Notes of one request; all times are on the clock of the log.
-
-    Args:
-        request_id: Id of the request that the client sees.
-        call: HTTP request, or other call, that the request came with.
 
     Attributes:
         tokens_so_far: Function that returns the number of tokens sent to the client.
@@ -173,13 +149,18 @@ class RequestNotes:
         counted = how if how in _COUNTED_ENDS else "other"
         metrics.LATENCY_S.labels(counted).observe(ended_s - self.arrived_s, exemplar)
 
-    def events(self) -> list[Noted]:
-        """Return the events in the order in which they happened."""
-        found = [
-            Noted(at_s, event.event() if isinstance(event, SeenRoute) else event, leg_id)
-            for at_s, event, leg_id in self._events
+    def events(self) -> list[TraceLine]:
+        """Return the events in the order in which they happened; times begin with the arrival."""
+        found = [*self._events, (*self.ended, "")] if self.ended is not None else self._events
+        return [
+            TraceLine(
+                at_s - self.arrived_s,
+                FRONT_DOOR,
+                event.event() if isinstance(event, SeenRoute) else event,
+                leg_id,
+            )
+            for at_s, event, leg_id in found
         ]
-        return [*found, Noted(*self.ended)] if self.ended is not None else found
 
     def observed(self) -> ObservedRequest:
         """Return what a policy may know of the request; its instance is that of its last leg."""
@@ -234,11 +215,7 @@ class RequestLog:
     def following(
         self, request_id: str, prompt_tokens: int, call: HttpCall
     ) -> Iterator[RequestNotes]:
-        """Keep notes of a request that has arrived, until the block ends for any reason.
-
-        Args:
-            call: HTTP request, or other call, that the request came with, on the clock of the log.
-        """
+        """Keep notes of a request that has arrived by ``call``, until the block ends."""
         notes = RequestNotes(self._clock, request_id, prompt_tokens, call)
         self._open[id(notes)] = notes
         how, error = "closed", ""
@@ -256,7 +233,7 @@ class RequestLog:
 
     def last(self, count: int | None = None) -> list[RequestSummary]:
         """Return the last ``count`` requests to arrive, or all known ones, the oldest first."""
-        known = sorted(self._all(), key=lambda notes: notes.arrived_s)
+        known = sorted([*self._ended, *self._open.values()], key=lambda notes: notes.arrived_s)
         first = 0 if count is None else max(0, len(known) - count)
         return [notes.summary() for notes in known[first:]]
 
@@ -288,23 +265,52 @@ class RequestLog:
         Raises:
             UserError: Several ids begin with ``wanted``.
         """
-        fitting = [notes for notes in self._all() if _fits(notes.request_id, wanted)]
+        known = [*self._ended, *self._open.values()]
+        fitting = [one for one in known if any(n.startswith(wanted) for n in _names(one))]
         if not fitting:
-            fitting = [one for one in self._all() if one.span and one.span.trace_id == wanted]
-        exact = [notes for notes in fitting if wanted in _names(notes.request_id)]
+            fitting = [one for one in known if one.span and one.span.trace_id == wanted]
+        exact = [one for one in fitting if wanted in _names(one)]
         ids = sorted({notes.request_id for notes in exact or fitting})
         if len(ids) > 1:
             more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
             raise UserError(f"{wanted} may be {', '.join(ids[:_NAMED])}{more}: give more of the id")
         return max(exact or fitting, key=lambda notes: notes.arrived_s, default=None)
 
-    def _all(self) -> list[RequestNotes]:
-        return list(chain(self._ended, self._open.values()))
+
+def _names(notes: RequestNotes) -> list[str]:
+    return [notes.request_id, *(notes.request_id.removeprefix(one) for one in _PREFIXES)]
 
 
-def _names(request_id: str) -> list[str]:
-    return [request_id, *(request_id.removeprefix(one) for one in _PREFIXES)]
+@dataclass
+class HttpCall:
+    """A call of the server, by HTTP or not; times are on the machine's monotonic clock.
+
+    Attributes:
+        began_s: Time at which the head had been received.
+        began_at_s: The same time in seconds since 1970.
+        received_s: Time at which the last byte of the body was received; ``began_s`` before that.
+        answered_s: Time at which the last byte of the answer was written, or the client left.
+        traced: State that the tracer keeps of the call: its own span, and each request's notes.
+    """
+
+    began_s: float
+    began_at_s: float
+    method: str = ""
+    path: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    received_s: float = 0.0
+    answered_s: float | None = None
+    status: int = 0
+    traced: Any = None
+
+    def __post_init__(self) -> None:
+        self.received_s = self.received_s or self.began_s
+
+    @property
+    def arrived_at_s(self) -> float:
+        """Time at which the body had been received, in seconds since 1970."""
+        return self.began_at_s + self.received_s - self.began_s
 
 
-def _fits(request_id: str, wanted: str) -> bool:
-    return any(name.startswith(wanted) for name in _names(request_id))
+http_call: ContextVar[HttpCall | None] = ContextVar("http_call", default=None)
+"""HTTP request that the current task serves; None for a call without HTTP."""

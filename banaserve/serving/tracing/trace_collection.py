@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from banaserve.base.clock import Clock
 from banaserve.base.errors import ProtocolError
@@ -19,7 +20,7 @@ from banaserve.contracts.trace_events import (
     TraceLine,
 )
 from banaserve.engine.compat import engine as compat
-from banaserve.serving.instance import Instance
+from banaserve.serving.instances.instance import Instance
 from banaserve.serving.tracing.request_log import RequestNotes, TracedLeg
 from banaserve.serving.tracing.spans import FRONT_DOOR, spans_of
 
@@ -34,25 +35,19 @@ _Answer = dict[str, list[EngineNotes]] | str
 """An engine's notes by the names of legs, or the reason why there are none."""
 
 
+@dataclass(frozen=True, slots=True)
 class TraceCollector:
     """Collector of the engines' notes of requests.
 
-    Args:
-        instances: Instances by id.
+    Attributes:
         clock: Clock of the front door's notes.
         moves: Function that returns the last committed moves, each with the time at which its host
             continued.
     """
 
-    def __init__(
-        self,
-        instances: Mapping[InstanceId, Instance],
-        clock: Clock,
-        moves: Callable[[], Iterable[tuple[float, MoveCommitted]]] = tuple,
-    ) -> None:
-        self._instances = instances
-        self._clock = clock
-        self._moves = moves
+    instances: Mapping[InstanceId, Instance]
+    clock: Clock
+    moves: Callable[[], Iterable[tuple[float, MoveCommitted]]] = tuple
 
     async def trace_of(self, notes: RequestNotes) -> RequestTrace:
         """Return the request's trace; see ``traces_of``."""
@@ -71,7 +66,7 @@ class TraceCollector:
                 names.setdefault(leg.life, {})[leg.name] = None
         answers = await asyncio.gather(*(self._ask(*life, list(of)) for life, of in names.items()))
         known = dict(zip(names, answers, strict=True))
-        moves = list(self._moves())
+        moves = list(self.moves())
         return [self._trace(notes, known, moves) for notes in requests]
 
     def _trace(
@@ -81,10 +76,7 @@ class TraceCollector:
         moves: Iterable[tuple[float, MoveCommitted]],
     ) -> RequestTrace:
         arrived_s = notes.arrived_s
-        lines = [
-            TraceLine(one.at_s - arrived_s, FRONT_DOOR, one.event, one.leg_id)
-            for one in notes.events()
-        ]
+        lines = notes.events()
         missing = _dropped(FRONT_DOOR, notes.num_dropped)
         for leg in dict.fromkeys(notes.legs):
             answer = _of_leg(leg, known[leg.life])
@@ -110,14 +102,14 @@ class TraceCollector:
 
     async def _ask(self, name: str, incarnation: int, names: list[str]) -> _Answer:
         """Ask an incarnation of an instance for its notes of legs."""
-        instance = self._instances.get(InstanceId(name))
+        instance = self.instances.get(InstanceId(name))
         if instance is None:
             return f"{name} has been removed, and its notes with it"
         if instance.llm is None:
             return f"{name} is down, and its notes with it"
         if instance.incarnation != incarnation:
             return f"{name} was started again since, and its notes are lost"
-        began_s = self._clock.now()
+        began_s = self.clock.now()
         try:
             async with asyncio.timeout(_ANSWER_S):
                 asked = call(CoreApi.banaserve_notes, names)
@@ -131,7 +123,7 @@ class TraceCollector:
             return f"{name}: {wrong}"
         if answer is None:
             return f"{name} runs without a store, and so without notes"
-        return dict(zip(names, _on_our_clock(answer, began_s, self._clock.now()), strict=True))
+        return dict(zip(names, _on_our_clock(answer, began_s, self.clock.now()), strict=True))
 
 
 def _of_leg(leg: TracedLeg, answer: _Answer) -> list[EngineNotes] | str:

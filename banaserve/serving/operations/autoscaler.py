@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from banaserve.base.clock import Clock
 from banaserve.base.errors import BanaServeError
-from banaserve.base.types import ClusterView, Role
+from banaserve.base.types import ClusterView
 from banaserve.orchestrator.control.autoscaling import (
     AutoscaleOptions,
     LoadsSince,
     ScaleStep,
     next_step,
 )
-from banaserve.serving.scaling.plan import InstanceCounts
-from banaserve.serving.scaling.scaler import Scaler
+from banaserve.serving.operations.scale_plan import InstanceCounts
+from banaserve.serving.operations.scaler import Scaler
 
 logger = logging.getLogger(__name__)
 _DRAIN_S = 300.0
@@ -25,11 +25,11 @@ _PAUSE_S = 60.0
 """Pause after a step that was refused or has failed, in seconds: the obstacle may persist."""
 
 
+@dataclass(eq=False)
 class Autoscaler:
     """Autoscaler of a cluster; a step begins only when the previous one has ended.
 
-    Args:
-        view: Function that returns the current view of the cluster.
+    Attributes:
         may_act: Function that returns whether a step may begin; False while a person has paused the
             orchestrator.
         interval_s: Time between two checks of the load, in seconds.
@@ -37,25 +37,14 @@ class Autoscaler:
             load.
     """
 
-    def __init__(
-        self,
-        scaler: Scaler,
-        view: Callable[[], ClusterView],
-        may_act: Callable[[], bool],
-        options: AutoscaleOptions,
-        clock: Clock,
-        interval_s: float,
-        *,
-        by_role: bool,
-    ) -> None:
-        self._scaler = scaler
-        self._view = view
-        self._may_act = may_act
-        self._options = options
-        self._clock = clock
-        self._interval_s = interval_s
-        self._by_role = by_role
-        self._task: asyncio.Task[None] | None = None
+    scaler: Scaler
+    view: Callable[[], ClusterView]
+    may_act: Callable[[], bool]
+    options: AutoscaleOptions
+    clock: Clock
+    interval_s: float
+    by_role: bool
+    _task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Start checking the load, in a task."""
@@ -70,7 +59,7 @@ class Autoscaler:
     async def _run(self) -> None:
         since = LoadsSince()
         while True:
-            await self._clock.sleep(self._interval_s)
+            await self.clock.sleep(self.interval_s)
             try:
                 since = await self._look(since)
             except Exception:
@@ -78,27 +67,23 @@ class Autoscaler:
                 since = LoadsSince()
 
     async def _look(self, since: LoadsSince) -> LoadsSince:
-        view = self._view()
-        step, since = next_step(view, self._options, since, self._by_role)
-        if step is None or not self._may_act():
+        view = self.view()
+        step, since = next_step(view, self.options, since, self.by_role)
+        if step is None or not self.may_act():
             return since
         try:
-            scaling = self._scaler.begin(_wanted(step, view, self._by_role), _DRAIN_S, step.why)
-            failure = (await self._scaler.wait(scaling.id)).reason
+            scaling = self.scaler.begin(_wanted(step, view, self.by_role), _DRAIN_S, step.why)
+            failure = (await self.scaler.wait(scaling.id)).reason
         except BanaServeError as refused:
             failure = str(refused)
         if failure:
             logger.warning("autoscaling (%s): %s", step.why, failure)
-            await self._clock.sleep(_PAUSE_S)
+            await self.clock.sleep(_PAUSE_S)
         return LoadsSince()
 
 
 def _wanted(step: ScaleStep, view: ClusterView, by_role: bool) -> InstanceCounts:
     if not by_role:
         return InstanceCounts(total=len(view.instances) + step.change)
-    number = Counter(one.role for one in view.instances.values())[step.role] + step.change
-    return {
-        Role.PREFILL: InstanceCounts(prefill=number),
-        Role.DECODE: InstanceCounts(decode=number),
-        Role.COLOCATED: InstanceCounts(colocated=number),
-    }[step.role]
+    number = sum(one.role is step.role for one in view.instances.values()) + step.change
+    return InstanceCounts(**{step.role.value: number})

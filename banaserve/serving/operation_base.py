@@ -47,11 +47,7 @@ State = TypeVar("State", bound=OperationState)
 
 
 class OperationAbortedError(BanaServeError):
-    """Error that ends an operation on request, or because of a limit.
-
-    Attributes:
-        ending: State that the operation ends in.
-    """
+    """Error that ends an operation in the state ``ending``, on request or because of a limit."""
 
     def __init__(self, reason: str = "", ending: str = "aborted") -> None:
         super().__init__(reason)

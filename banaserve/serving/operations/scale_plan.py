@@ -9,27 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from banaserve.base.errors import MigrationError, UserError
-from banaserve.base.types import InstanceId, Role
+from banaserve.base.types import InstanceId, InstanceView, Role
 
 MAX_INSTANCES = 999
 _PREFIXES = {Role.PREFILL: "p", Role.DECODE: "d", Role.COLOCATED: "c"}
 _LEGS = (Role.PREFILL, Role.DECODE)
-
-
-class InstanceLoad(NamedTuple):
-    """A present instance and its load.
-
-    Attributes:
-        takes: True if the instance serves and is not drained.
-    """
-
-    id: InstanceId
-    role: Role
-    num_requests: int
-    takes: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +33,8 @@ class InstanceCounts:
     total: int | None = None
 
     def __post_init__(self) -> None:
-        given = [
-            n for n in (self.prefill, self.decode, self.colocated, self.total) if n is not None
-        ]
+        numbers = (self.prefill, self.decode, self.colocated, self.total)
+        given = [number for number in numbers if number is not None]
         if not given:
             raise UserError(
                 "say how many instances there are to be: --pd P:D, --colocated N or --instances N"
@@ -63,12 +48,9 @@ class InstanceCounts:
 
     def by_role(self, now: Mapping[Role, int]) -> dict[Role, int]:
         """Return the wanted number of instances by role; ``now`` has the present numbers."""
-        given = {
-            Role.PREFILL: self.prefill,
-            Role.DECODE: self.decode,
-            Role.COLOCATED: self.colocated,
-        }
-        return {role: now.get(role, 0) if n is None else n for role, n in given.items()}
+        roles = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
+        given = zip(roles, (self.prefill, self.decode, self.colocated), strict=True)
+        return {role: now.get(role, 0) if n is None else n for role, n in given}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +67,7 @@ class ScalePlan:
 
 
 def plan_scaling(
-    members: Sequence[InstanceLoad], wanted: InstanceCounts, used_ids: Collection[InstanceId]
+    members: Sequence[InstanceView], wanted: InstanceCounts, used_ids: Collection[InstanceId]
 ) -> ScalePlan:
     """Return the plan from ``members`` to the wanted numbers.
 
@@ -94,7 +76,6 @@ def plan_scaling(
 
     Args:
         members: Present instances, the oldest first.
-        wanted: Wanted numbers of instances.
         used_ids: Ids that instances of this run have or had.
 
     Raises:
@@ -105,15 +86,11 @@ def plan_scaling(
         add, remove = _to_total(members, wanted.total)
     else:
         add, remove = _to_roles(members, wanted)
-    gone = set(remove)
-    stay = [member for member in members if member.id not in gone]
-    if remove:
-        _check_served(stay, add)
-    return ScalePlan(tuple(_named(add, used_ids)), tuple(remove))
+    return _checked(members, add, remove, used_ids)
 
 
 def plan_leaving(
-    members: Sequence[InstanceLoad],
+    members: Sequence[InstanceView],
     leaving: Collection[InstanceId],
     used_ids: Collection[InstanceId],
     added: Callable[[Role], Role] | None,
@@ -122,7 +99,6 @@ def plan_leaving(
 
     Args:
         members: Present instances, the oldest first.
-        leaving: Ids of the instances to remove.
         used_ids: Ids that instances of this run have or had.
         added: Function from the role of a removed instance to the role of its replacement; None
             adds no replacements.
@@ -132,16 +108,24 @@ def plan_leaving(
             present.
     """
     gone = [member for member in members if member.id in leaving]
-    stay = [member for member in members if member.id not in leaving]
     add = [added(member.role) for member in gone] if added is not None else []
-    if gone:
-        _check_served(stay, add)
-    order = _leaving_first(gone)
-    return ScalePlan(tuple(_named(add, used_ids)), tuple(member.id for member in order))
+    return _checked(members, add, [member.id for member in _leaving_first(gone)], used_ids)
+
+
+def _checked(
+    members: Sequence[InstanceView],
+    add: Sequence[Role],
+    remove: Sequence[InstanceId],
+    used_ids: Collection[InstanceId],
+) -> ScalePlan:
+    """Return the plan, with ids for the added instances, if each leg is served afterwards."""
+    if remove:
+        _check_served([member for member in members if member.id not in remove], add)
+    return ScalePlan(tuple(_named(add, used_ids)), tuple(remove))
 
 
 def _to_roles(
-    members: Sequence[InstanceLoad], wanted: InstanceCounts
+    members: Sequence[InstanceView], wanted: InstanceCounts
 ) -> tuple[list[Role], list[InstanceId]]:
     now = Counter(member.role for member in members)
     numbers = wanted.by_role(now)
@@ -159,7 +143,7 @@ def _to_roles(
     return add, remove
 
 
-def _to_total(members: Sequence[InstanceLoad], total: int) -> tuple[list[Role], list[InstanceId]]:
+def _to_total(members: Sequence[InstanceView], total: int) -> tuple[list[Role], list[InstanceId]]:
     """Return the roles to add and the ids to remove for ``total`` instances.
 
     Added instances do both legs until their roles are chosen. After removals, each leg still has an
@@ -187,31 +171,31 @@ def _to_total(members: Sequence[InstanceLoad], total: int) -> tuple[list[Role], 
     return add, remove
 
 
-def _serves_without(members: Sequence[InstanceLoad], leaving: InstanceLoad) -> bool:
+def _serves_without(members: Sequence[InstanceView], leaving: InstanceView) -> bool:
     """Return whether the other instances serve both legs.
 
     Only those that accept requests count, if there are any.
     """
     stay = [member for member in members if member is not leaving]
-    return _serve_both([member for member in stay if member.takes] or stay)
+    return _serve_both([member for member in stay if member.ready] or stay)
 
 
-def _serve_both(members: Sequence[InstanceLoad]) -> bool:
+def _serve_both(members: Sequence[InstanceView]) -> bool:
     return {leg for one in members for leg in one.role.legs} >= set(_LEGS)
 
 
-def _leaving_first(members: Iterable[InstanceLoad]) -> list[InstanceLoad]:
+def _leaving_first(members: Iterable[InstanceView]) -> list[InstanceView]:
     newest_first = reversed(list(members))
-    return sorted(newest_first, key=lambda one: (one.takes, one.num_requests))
+    return sorted(newest_first, key=lambda one: (one.ready, one.inflight_requests))
 
 
-def _check_served(stay: Sequence[InstanceLoad], add: Sequence[Role]) -> None:
+def _check_served(stay: Sequence[InstanceView], add: Sequence[Role]) -> None:
     for leg in _LEGS:
         left = [one for one in stay if leg in one.role.legs]
         is_added = any(leg in role.legs for role in add)
         if not is_added and not left:
             raise MigrationError(f"{leg.value} would be left to nobody")
-        if not is_added and not any(one.takes for one in left):
+        if not is_added and not any(one.ready for one in left):
             names = ", ".join(one.id for one in left)
             raise MigrationError(
                 f"{leg.value} would be left to {names}, which is drained or does not serve at "

@@ -62,8 +62,6 @@ class ServiceState:
         """True if the instance receives no requests until it is released, or is being removed."""
         return self._now in (_State.DRAINED, _State.LEAVING)
 
-    # ---- role switches
-
     def check_switch(self) -> None:
         """Raise MigrationError with the reason if no role switch may begin."""
         if self.is_switching:
@@ -85,8 +83,6 @@ class ServiceState:
         """End a role switch, done or not."""
         assert self.is_switching
         self._now, self.next_role = _State.SERVING, None
-
-    # ---- drains and removals
 
     def check_drain(self) -> None:
         """Raise MigrationError with the reason if the instance must not be drained."""
@@ -121,8 +117,6 @@ class ServiceState:
         """Cancel the removal of the instance: it serves again unless it was drained before."""
         assert self._now is _State.LEAVING
         self._now = self._before_leaving
-
-    # ---- rolling restarts
 
     @contextlib.contextmanager
     def replacing(self) -> Iterator[None]:

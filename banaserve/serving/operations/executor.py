@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 
 from banaserve.base.clock import Clock
@@ -38,12 +38,12 @@ from banaserve.orchestrator.control.costs.devices import device_of, relative_spe
 from banaserve.orchestrator.control.model.learnt_time import eased, link_of, transfer_time
 from banaserve.orchestrator.control.model.moving import Link
 from banaserve.pacing.config import settings_of as pacing_of
-from banaserve.serving.cluster import Cluster
-from banaserve.serving.instance import Instance
+from banaserve.serving.instances.cluster import Cluster
+from banaserve.serving.instances.instance import Instance
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.moves.coordinator import Coordinator
 from banaserve.serving.moves.sizes import ModelFacts
-from banaserve.serving.roles.role_switch import Roles
+from banaserve.serving.operations.roles import Roles
 
 logger = logging.getLogger(__name__)
 _HISTORY_S = 300.0
@@ -117,16 +117,14 @@ def foreign_step(migration: Migration, coordinator: Coordinator) -> Step:
 
     The step keeps its instances out of other moves; its effect is seen once it is done.
     """
-    host_state = coordinator.hosts[InstanceId(migration.host)]
-    units = host_state.moving.get(migration.id, ())
-    moving = [module for unit in units for module in unit.as_modules()]
-    module = moving[0] if moving else Module(0, 0)
-    host = InstanceId(migration.host)
+    host = guest = InstanceId(migration.host)
+    host_state = coordinator.hosts[host]
+    moving = host_state.moving.get(migration.id, ())
+    module = next((module for unit in moving for module in unit.as_modules()), Module(0, 0))
     if migration.to is not None:
         return Step(MoveModule(host, InstanceId(migration.to), module, 0), (), 0.0, 0.0, 0.0)
-    guest = host
     for unit in host_state.units(coordinator.guests):
-        if any(overlap(m, unit.modules) for m in host_state.moving.get(migration.id, ())):
+        if any(overlap(one, unit.modules) for one in moving):
             guest = InstanceId(unit.at)
     return Step(ReturnModule(host, guest, module, 0), (), 0.0, 0.0, 0.0)
 
@@ -146,31 +144,24 @@ def stall_s_of(migration: Migration) -> float:
     return float(sum(move.facts.get("stall_s", 0.0) for move in migration.moves))
 
 
+@dataclass(eq=False)
 class MoveExecutor:
     """Executor of one front door; see ``contracts.instances.Executor``.
 
-    Args:
-        kv_growth: Maximum number of KV blocks of an instance, as a multiple of the number at the
-            start.
+    Attributes:
+        kv_growth: See ``instance_facts``.
         requests: Function that returns the requests under way and those that arrived since a time
             of ``clock``; None if the policy uses no requests.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        coordinator: Coordinator,
-        roles: Roles,
-        clock: Clock,
-        kv_growth: float,
-        requests: Callable[[float], Sequence[ObservedRequest]] | None = None,
-    ) -> None:
-        self._cluster = cluster
-        self._coordinator = coordinator
-        self._roles = roles
-        self._clock = clock
-        self._kv_growth = kv_growth
-        self._requests = requests
+    cluster: Cluster
+    coordinator: Coordinator
+    roles: Roles
+    clock: Clock
+    kv_growth: float
+    requests: Callable[[float], Sequence[ObservedRequest]] | None = None
+
+    def __post_init__(self) -> None:
         self._migration_blockers: dict[InstanceId, str] = {}
         self._asking: dict[InstanceId, asyncio.Task[None]] = {}
         self._facts: dict[tuple[InstanceId, int, bool], InstanceFacts | None] = {}
@@ -178,18 +169,18 @@ class MoveExecutor:
         self._own_ids: set[str] = set()
         self._learnt: set[str] = set()
         self._transfer = transfer_time(_FIRST_LINK, doubt=2.0)
-        self._learnt_s = clock.now()
+        self._learnt_s = self.clock.now()
         self._hop_s = _FIRST_LINK.hop_s
 
     # ---- present state
 
     async def discover(self) -> None:
-        await asyncio.gather(*(self._ask(name) for name in self._coordinator.hosts))
+        await asyncio.gather(*(self._ask(name) for name in self.coordinator.hosts))
 
     async def _ask(self, name: InstanceId) -> None:
         """Learn whether an instance can move modules; one that gives no answer is asked again."""
         try:
-            await self._coordinator.hosts[name].refresh()
+            await self.coordinator.hosts[name].refresh()
             self._migration_blockers[name] = ""
         except (NoAnswerError, InstanceDeadError):
             pass
@@ -198,7 +189,7 @@ class MoveExecutor:
 
     def _ask_again(self) -> None:
         self._asking = {name: task for name, task in self._asking.items() if not task.done()}
-        for name, host in self._coordinator.hosts.items():
+        for name, host in self.coordinator.hosts.items():
             blocker = self._migration_blockers.get(name)
             is_known = bool(blocker) or (blocker is not None and host.status is not None)
             if not is_known and name not in self._asking and host.instance.is_ready:
@@ -207,14 +198,14 @@ class MoveExecutor:
     def view(self) -> ClusterView:
         self._learn()
         self._ask_again()
-        instances = self._cluster.instances.values()
+        instances = self.cluster.instances.values()
         known = {instance.id: self._known(instance) for instance in instances}
-        now_s = self._clock.now()
-        views = self._cluster.views().values()
+        now_s = self.clock.now()
+        views = self.cluster.views().values()
         view = cluster_view(now_s, views, known, self._under_way())
-        if self._requests is None:
+        if self.requests is None:
             return view
-        return replace(view, requests=self._requests(now_s - _HISTORY_S))
+        return replace(view, requests=self.requests(now_s - _HISTORY_S))
 
     def _known(self, instance: Instance) -> Known:
         llm, name = instance.llm, instance.id
@@ -222,13 +213,11 @@ class MoveExecutor:
             return Known(None)
         can_move = self._migration_blockers.get(name) == ""
         key = (name, instance.incarnation, can_move)
+        config, host_state = llm.vllm_config, self.coordinator.hosts[name]
         if key not in self._facts:
-            found = instance_facts(
-                llm.vllm_config, self._coordinator.facts, self._kv_growth, can_move
-            )
-            self._facts[key] = with_device(found, llm.vllm_config, name)
-        host_state = self._coordinator.hosts[name]
-        blocks = (llm.vllm_config.cache_config.num_gpu_blocks or 0) + host_state.grown_blocks
+            found = instance_facts(config, self.coordinator.facts, self.kv_growth, can_move)
+            self._facts[key] = with_device(found, config, name)
+        blocks = (config.cache_config.num_gpu_blocks or 0) + host_state.grown_blocks
         parts = host_state.max_microbatches
         overlap = instance.board.meter.overlap_fraction(parts) if parts > 1 else None
         return Known(self._facts[key], blocks, overlap)
@@ -236,27 +225,26 @@ class MoveExecutor:
     def _under_way(self) -> list[Step]:
         """Return the own steps as decided, and the migrations and role switches begun by hand."""
         steps = list(self._active.values())
-        for migration in self._coordinator.recent():
+        for migration in self.coordinator.recent():
             if migration.is_open and migration.id not in self._own_ids:
-                steps.append(foreign_step(migration, self._coordinator))
-        for change in self._roles.recent():
+                steps.append(foreign_step(migration, self.coordinator))
+        for change in self.roles.recent():
             if change.is_open and change.id not in self._own_ids:
-                action = SwitchRole(
-                    InstanceId(change.instance), Role(change.old), Role(change.role)
-                )
+                old, new = Role(change.old), Role(change.role)
+                action = SwitchRole(InstanceId(change.instance), old, new)
                 steps.append(Step(action, (), 0.0, 0.0, 0.0))
         return steps
 
     # ---- execution
 
     async def carry_out(self, step: Step) -> StepOutcome:
-        began_s = self._clock.now()
+        began_s = self.clock.now()
         self._active[id(step)] = step
         try:
             if isinstance(step.action, SwitchRole):
                 outcome = await self._switch(step.action, step)
             elif isinstance(step.action, SetStepTokens):
-                instance = self._cluster.instance(step.action.instance)
+                instance = self.cluster.instance(step.action.instance)
                 await instance.take_budget(instance.role, step.action.tokens)
                 outcome = StepOutcome(Ending.DONE, "")
             else:
@@ -267,30 +255,25 @@ class MoveExecutor:
             del self._active[id(step)]
         if outcome.ending is Ending.DONE or outcome.reverted:
             for name in step.instances:
-                if (changed := self._cluster.instances.get(name)) is not None:
+                if (changed := self.cluster.instances.get(name)) is not None:
                     changed.has_changed()
-        return replace(outcome, seconds=self._clock.now() - began_s)
+        return replace(outcome, seconds=self.clock.now() - began_s)
 
     async def _switch(self, action: SwitchRole, step: Step) -> StepOutcome:
         # Draining may cost as much as the policy assumed when it decided on the switch.
-        change = self._roles.begin(
-            action.instance,
-            action.role.value,
-            step.timeout_s,
-            drain_s=step.cost_s,
-            step_tokens=action.step_tokens,
-        )
+        role, timeout_s, tokens = action.role.value, step.timeout_s, action.step_tokens
+        change = self.roles.begin(action.instance, role, timeout_s, step.cost_s, tokens)
         self._own_ids.add(change.id)
         try:
-            await self._roles.wait(change.id)
+            await self.roles.wait(change.id)
         except asyncio.CancelledError:
             with contextlib.suppress(MigrationError):
-                self._roles.abort(change.id)
+                self.roles.abort(change.id)
             raise
         return StepOutcome(Ending(change.state), change.reason)
 
     async def _move(self, action: MoveModule | ReturnModule, timeout_s: float) -> StepOutcome:
-        coordinator = self._coordinator
+        coordinator = self.coordinator
         migration = await coordinator.begin(ask_of(action))
         self._own_ids.add(migration.id)
         try:
@@ -313,11 +296,11 @@ class MoveExecutor:
             return False
         home = unit_of(action.module).return_request(action.host)
         try:
-            migration = await self._coordinator.begin(home)
+            migration = await self.coordinator.begin(home)
         except BanaServeError:
             return False  # none of the modules is away
         self._own_ids.add(migration.id)
-        ended = await self._coordinator.wait(migration.id)
+        ended = await self.coordinator.wait(migration.id)
         if ended.state != "done":
             logger.warning("cannot take back what %s has left: %s", action.host, ended.error)
         return ended.state == "done"
@@ -325,19 +308,17 @@ class MoveExecutor:
     # ---- costs
 
     def link(self) -> Link:
-        meters = [instance.board.meter for instance in self._cluster.instances.values()]
+        meters = [instance.board.meter for instance in self.cluster.instances.values()]
         learnt = [meter.call_s for meter in meters if meter.call_s is not None]
         if learnt:
             self._hop_s = median(learnt) / 2
-        return eased(link_of(self._transfer, self._hop_s), _FIRST_LINK, self._learnt_age_s())
-
-    def _learnt_age_s(self) -> float:
-        return self._clock.now() - self._learnt_s
+        age_s = self.clock.now() - self._learnt_s
+        return eased(link_of(self._transfer, self._hop_s), _FIRST_LINK, age_s)
 
     def _learn(self) -> None:
         """Take every completed migration as a measurement, including one begun by hand."""
         kept = set()
-        for migration in self._coordinator.recent():
+        for migration in self.coordinator.recent():
             kept.add(migration.id)
             if migration.state != "done" or migration.id in self._learnt:
                 continue
@@ -345,11 +326,11 @@ class MoveExecutor:
             seconds = seconds_of(migration)
             if seconds > 0:
                 self._transfer = self._transfer.observed((1.0, bytes_of(migration)), seconds)
-                self._learnt_s = self._clock.now()
+                self._learnt_s = self.clock.now()
                 error = self._transfer.error_fraction
                 metrics.STEP_ERROR.labels("migration", "").set(error)
         self._learnt &= kept
-        self._own_ids = {i for i in self._own_ids if i in kept or self._roles.get(i) is not None}
+        self._own_ids = {i for i in self._own_ids if i in kept or self.roles.get(i) is not None}
 
 
 def _outcome(migration: Migration, is_late: bool, timeout_s: float, reverted: bool) -> StepOutcome:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from dataclasses import dataclass
 
 from banaserve.base.errors import BanaServeError, InstanceDeadError
 from banaserve.contracts.rpc.engine_api import WorkerApi
@@ -12,26 +13,24 @@ from banaserve.contracts.rpc.typed_rpc import call
 from banaserve.engine.compat.engine import EngineDeadError
 from banaserve.engine.compat.requests import SamplingParams
 from banaserve.serving.client import DisaggregatedClient
-from banaserve.serving.instance import Instance
+from banaserve.serving.instances.instance import Instance
 from banaserve.serving.requests.prefix_lookup import PrefixLookup, PrefixLookups
 
 _ANSWER_S = 120.0
 """Maximum wait for a new engine's first token, in seconds: some compile or allocate with it."""
 
 
+@dataclass(frozen=True, slots=True)
 class Admission:
     """Admission of new engines: it checks an engine, and adds lookups for the engine's weights.
 
-    Args:
+    Attributes:
         store_socket: Path of the store's socket; empty without a store.
     """
 
-    def __init__(
-        self, lookups: PrefixLookups, client: DisaggregatedClient, store_socket: str
-    ) -> None:
-        self._lookups = lookups
-        self._client = client
-        self._store_socket = store_socket
+    lookups: PrefixLookups
+    client: DisaggregatedClient
+    store_socket: str
 
     async def check(self, instance: Instance) -> None:
         """Return if a new engine may serve.
@@ -41,7 +40,13 @@ class Admission:
         """
         try:
             async with asyncio.timeout(_ANSWER_S):
-                self._check_length(instance)
+                assert instance.llm is not None
+                has = instance.llm.vllm_config.model_config.max_model_len
+                if has < (wanted := self.client.model_config.max_model_len):
+                    raise InstanceDeadError(
+                        f"the new engine of {instance.id} has a context of {has} tokens, and the "
+                        f"front door takes prompts of up to {wanted}"
+                    )
                 await self._check_answer(instance)
                 await self._add_lookup(instance)
         except TimeoutError:
@@ -58,21 +63,11 @@ class Admission:
 
     def forget(self, weights: str) -> None:
         """Stop looking up blocks of all weights other than ``weights``."""
-        self._lookups.keep_only(weights)
-
-    def _check_length(self, instance: Instance) -> None:
-        assert instance.llm is not None
-        has = instance.llm.vllm_config.model_config.max_model_len
-        wanted = self._client.model_config.max_model_len
-        if has < wanted:
-            raise InstanceDeadError(
-                f"the new engine of {instance.id} has a context of {has} tokens, and the front "
-                f"door takes prompts of up to {wanted}"
-            )
+        self.lookups.keep_only(weights)
 
     async def _check_answer(self, instance: Instance) -> None:
         """Check that a token's log probability is finite: wrong weights may load without error."""
-        if "generate" not in await self._client.get_supported_tasks():
+        if "generate" not in await self.client.get_supported_tasks():
             return
         assert instance.llm is not None
         params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=0, detokenize=False)
@@ -88,7 +83,7 @@ class Admission:
             )
 
     async def _add_lookup(self, instance: Instance) -> None:
-        if not self._store_socket or instance.weights in self._lookups.by_weights:
+        if not self.store_socket or instance.weights in self.lookups.by_weights:
             return
         assert instance.llm is not None
         asked = call(WorkerApi.banaserve_fingerprint)
@@ -96,6 +91,6 @@ class Admission:
         fingerprint = asked.read(answers[0])
         assert fingerprint is not None, "with a store every worker has a connector"
         lookup = await asyncio.to_thread(
-            PrefixLookup, instance.engine_config, fingerprint, self._store_socket
+            PrefixLookup, instance.engine_config, fingerprint, self.store_socket
         )
-        self._lookups.by_weights[instance.weights] = lookup
+        self.lookups.by_weights[instance.weights] = lookup

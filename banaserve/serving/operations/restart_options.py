@@ -114,8 +114,6 @@ def check_fits(before: VllmConfig, after: VllmConfig, max_model_len: int, has_st
     """Return if engines of ``after`` can serve behind a front door that was made for ``before``.
 
     Args:
-        before: Configuration that the front door was made for.
-        after: Configuration of the new engines.
         max_model_len: Maximum context length that the front door accepts, in tokens.
         has_store: True if there is a store, whose blocks must keep their size.
 

@@ -17,14 +17,14 @@ from banaserve.base.errors import InstanceDeadError, MigrationError, UserError
 from banaserve.base.types import InstanceId
 from banaserve.contracts.restart_api import EngineRestart, RestartRequest, RollingRestart
 from banaserve.engine.compat.engine import EngineDeadError
-from banaserve.serving.cluster import Cluster
-from banaserve.serving.generations import can_leave, restart_order
-from banaserve.serving.instance import Instance, State
+from banaserve.serving.instances.cluster import Cluster
+from banaserve.serving.instances.generations import can_leave, restart_order
+from banaserve.serving.instances.instance import Instance, State
+from banaserve.serving.instances.supervisor import Check
 from banaserve.serving.launch.engine_settings import EngineSettings
-from banaserve.serving.liveness.supervisor import Check
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.moves.coordinator import Coordinator
-from banaserve.serving.operations import OperationAbortedError, Operations
+from banaserve.serving.operation_base import OperationAbortedError, Operations
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.02
@@ -40,12 +40,9 @@ class RollingRestarts(Operations[RollingRestart]):
     """Rolling restarts of all engines, one restart at a time.
 
     Args:
-        settings: Settings of all engines at the start.
-        make: Function that makes and checks new settings.
         check: Function that raises InstanceDeadError if a new engine must not serve.
         forget: Function called with the served weights at the end of a restart, so that others can
             be forgotten.
-        request_timeout_s: Time budget of a request, in seconds.
         is_scaling: Function that returns whether instances are being added or removed; then no
             engine is replaced.
 
@@ -98,10 +95,11 @@ class RollingRestarts(Operations[RollingRestart]):
                 self._make, self.settings, ask.model, ask.vllm_options
             )
             self._check_not_scaling()  # one may have begun meanwhile
+            instances = self._cluster.instances.values()
             restart = RollingRestart(
                 self._new_id(),
                 "running",
-                [EngineRestart(name) for name in restart_order(self._cluster.members())],
+                [EngineRestart(name) for name in restart_order(instances)],
                 ask.model,
                 ask.vllm_options,
                 is_changed=settings is not self.settings,
@@ -133,8 +131,6 @@ class RollingRestarts(Operations[RollingRestart]):
                     f"instance {instance.id} sleeps or is paused: wake it up first (/wake_up, "
                     "/resume)"
                 )
-
-    # ---- running
 
     async def _replace_all(self, restart: RollingRestart, settings: EngineSettings) -> None:
         before = self.settings
@@ -214,25 +210,19 @@ class RollingRestarts(Operations[RollingRestart]):
         settings: EngineSettings,
     ) -> None:
         """Return when no request would be lost, or the time for it has passed."""
-        await self._abort_migrations(instance)
+        for migration in self._coordinator.recent():
+            if migration.is_open and migration.host == instance.id:
+                self._coordinator.abort(migration.id)
+                await self._coordinator.wait(migration.id, _ABORT_S)
         until_s = self._clock.now() + self._drain_s
         while True:
             self._check_wanted(restart)
-            members = self._cluster.members()
-            own = next(one for one in members if one.id == instance.id)
-            if can_leave(own, members):
+            if can_leave(instance, self._cluster.instances.values()):
                 instance.move_streams()
-            line.num_left = instance.inflight_requests
-            left = line.num_left
+            left = line.num_left = instance.inflight_requests
             if settings.weights == instance.weights:
                 # The remaining movable streams continue in the new engine.
                 left -= instance.num_movable
             if left <= 0 or self._clock.now() >= until_s:
                 return
             await asyncio.sleep(_POLL_S)
-
-    async def _abort_migrations(self, instance: Instance) -> None:
-        for migration in self._coordinator.recent():
-            if migration.is_open and migration.host == instance.id:
-                self._coordinator.abort(migration.id)
-                await self._coordinator.wait(migration.id, _ABORT_S)

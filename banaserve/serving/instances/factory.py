@@ -2,56 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from banaserve.base.clock import Clock
 from banaserve.base.errors import MigrationError
 from banaserve.base.platform.linux import available_memory_bytes
 from banaserve.base.run_dir import RunDir
 from banaserve.base.types import InstanceId, Role
 from banaserve.kvstore.sizes import format_size
-from banaserve.serving.instance import Instance
+from banaserve.serving.instances.instance import Instance
 from banaserve.serving.launch.engine_settings import EngineSettings
 from banaserve.serving.launch.launcher import Launcher
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.monitoring.engine_series import EngineSeries
 
 
+@dataclass(frozen=True, slots=True)
 class InstanceFactory:
-    """Factory of instances with one configuration.
-
-    Args:
-        settings: Settings of the engines at the server's start.
-        run: Folders of the run.
-        instance_bytes: Memory of one instance, in bytes; 0 if it is not the machine's memory.
+    """Factory of instances, and their vLLM metrics.
 
     Attributes:
-        series: vLLM's metrics of all instances.
+        instance_bytes: Memory of one instance, in bytes; 0 if it is not the machine's memory.
     """
 
-    def __init__(
-        self,
-        settings: EngineSettings,
-        launcher: Launcher,
-        run: RunDir,
-        clock: Clock,
-        instance_bytes: int = 0,
-    ) -> None:
-        self.series = EngineSeries(settings.config)
-        self._first = settings
-        self._launcher = launcher
-        self._run = run
-        self._clock = clock
-        self._instance_bytes = instance_bytes
+    series: EngineSeries
+    launcher: Launcher
+    run: RunDir
+    clock: Clock
+    instance_bytes: int = 0
 
     def check_memory(self, num_instances: int) -> None:
         """Return if this machine's memory, or the room on the nodes, suffices for more instances.
 
-        Args:
-            num_instances: Number of instances to be added.
-
         Raises:
             MigrationError: There is not enough memory or room.
         """
-        num_free = self._launcher.num_free_places()
+        num_free = self.launcher.num_free_places()
         if num_free is not None:
             if num_instances > num_free:
                 raise MigrationError(
@@ -59,7 +45,7 @@ class InstanceFactory:
                     "one with `banaserve nodes add`"
                 )
             return
-        needed = num_instances * self._instance_bytes
+        needed = num_instances * self.instance_bytes
         available = available_memory_bytes()
         if needed > available:
             raise MigrationError(
@@ -67,27 +53,19 @@ class InstanceFactory:
                 f"{format_size(available)} are available"
             )
 
-    def make(
-        self, instance_id: InstanceId, role: Role, settings: EngineSettings | None = None
-    ) -> Instance:
+    def make(self, instance_id: InstanceId, role: Role, settings: EngineSettings) -> Instance:
         """Make an instance without starting it.
-
-        Args:
-            settings: Settings of the engines that serve, which a rolling restart may have changed;
-                None for those at the server's start.
 
         Raises:
             MigrationError: No devices are left for the instance.
         """
-        self._launcher.reserve(instance_id)
+        self.launcher.reserve(instance_id)
         self.series.add(instance_id)
-        chosen = settings or self._first
-        return Instance(
-            instance_id, role, chosen, self._launcher, self.series, self._run, self._clock
-        )
+        made_with = (self.launcher, self.series, self.run, self.clock)
+        return Instance(instance_id, role, settings, *made_with)
 
     def discard(self, instance_id: InstanceId) -> None:
         """Release the devices and metrics of an instance that has been removed."""
-        self._launcher.release(instance_id)
+        self.launcher.release(instance_id)
         self.series.forget(instance_id)
         metrics.forget(instance_id)

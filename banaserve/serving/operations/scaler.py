@@ -12,18 +12,16 @@ from collections.abc import Callable, Collection, Sequence
 
 from banaserve.base.clock import Clock
 from banaserve.base.errors import MigrationError, UserError
-from banaserve.base.types import InstanceId, Role
+from banaserve.base.types import InstanceId, InstanceView, Role
 from banaserve.contracts.instances import Scaling
-from banaserve.serving.cluster import Cluster
-from banaserve.serving.instance import Instance
+from banaserve.serving.instances.cluster import Cluster
+from banaserve.serving.instances.factory import InstanceFactory
+from banaserve.serving.instances.instance import Instance
 from banaserve.serving.moves.coordinator import Coordinator
-from banaserve.serving.operations import OperationAbortedError, Operations
-from banaserve.serving.roles.drain import Drains
-from banaserve.serving.roles.role_switch import Roles
-from banaserve.serving.scaling.factory import InstanceFactory
-from banaserve.serving.scaling.plan import (
+from banaserve.serving.operation_base import OperationAbortedError, Operations
+from banaserve.serving.operations.roles import Drains, Roles
+from banaserve.serving.operations.scale_plan import (
     InstanceCounts,
-    InstanceLoad,
     ScalePlan,
     plan_leaving,
     plan_scaling,
@@ -39,7 +37,6 @@ class Scaler(Operations[Scaling]):
     Args:
         coordinator: Coordinator of migrations, which returns the modules beside a leaving instance
             to their hosts.
-        start_s: Maximum time for an engine to start, in seconds.
         is_restarting: Function that returns whether engines are being replaced; then no instance is
             added or removed.
         roles_follow_load: True if the roles follow the load and the user does not choose them.
@@ -78,7 +75,6 @@ class Scaler(Operations[Scaling]):
         """Begin to add and remove instances; a scaling with nothing to do is done at once.
 
         Args:
-            wanted: Wanted numbers of instances.
             timeout_s: Maximum time for a removed instance to end its requests, in seconds.
             why: Load that triggered the scaling; empty if a person requested it.
 
@@ -88,7 +84,11 @@ class Scaler(Operations[Scaling]):
         """
         self._check_free(timeout_s)
         self._check(wanted)
-        return self._begin(_words(wanted), timeout_s, why, lambda: self._plan(wanted))
+
+        def plan() -> ScalePlan:
+            return plan_scaling(self._views(), wanted, self._used_ids)
+
+        return self._begin(_words(wanted), timeout_s, why, plan)
 
     def begin_leaving(
         self, leaving: Collection[InstanceId], timeout_s: float, where: str, *, are_replaced: bool
@@ -96,7 +96,6 @@ class Scaler(Operations[Scaling]):
         """Begin to remove these instances, whatever their roles.
 
         Args:
-            leaving: Ids of the instances to remove.
             timeout_s: Maximum time for each instance to end its requests, in seconds.
             where: Place that the instances leave, such as a node, for people.
             are_replaced: True to add as many instances elsewhere first.
@@ -106,16 +105,15 @@ class Scaler(Operations[Scaling]):
             MigrationError: The scaling cannot begin at present.
         """
         self._check_free(timeout_s)
-        added = self._added_for if are_replaced else None
-        first = plan_leaving(self._members(), leaving, self._used_ids, added)
 
-        def plan() -> ScalePlan:
-            return plan_leaving(self._members(), leaving, self._used_ids, None)
+        def plan(added: Callable[[Role], Role] | None = None) -> ScalePlan:
+            return plan_leaving(self._views(), leaving, self._used_ids, added)
 
+        def role_of_new(old: Role) -> Role:
+            return Role.COLOCATED if self._roles_follow_load else old
+
+        first = plan(role_of_new if are_replaced else None)
         return self._begin(f"no instance on {where}", timeout_s, "", plan, first)
-
-    def _added_for(self, role: Role) -> Role:
-        return Role.COLOCATED if self._roles_follow_load else role
 
     def _begin(
         self,
@@ -131,7 +129,7 @@ class Scaler(Operations[Scaling]):
         state = "starting" if plan.add else "draining"
         scaling = Scaling(self._new_id(), words, state, why=why)
         if plan.add or plan.remove:
-            self._carry_out(scaling, self._scale(scaling, plan, plan_now, timeout_s))
+            self._carry_out(scaling, self._scale(scaling, plan.add, plan_now, timeout_s))
         else:
             scaling.state = "done"
             self._keep(scaling)
@@ -164,14 +162,8 @@ class Scaler(Operations[Scaling]):
                 "this server has no KV cache store to hand over through: give --colocated N"
             )
 
-    def _members(self) -> list[InstanceLoad]:
-        return [
-            InstanceLoad(one.id, one.role, one.inflight_requests, one.view().ready)
-            for one in self._cluster.instances.values()
-        ]
-
-    def _plan(self, wanted: InstanceCounts) -> ScalePlan:
-        return plan_scaling(self._members(), wanted, self._used_ids)
+    def _views(self) -> list[InstanceView]:
+        return [one.view() for one in self._cluster.instances.values()]
 
     # ---- running
 
@@ -183,20 +175,33 @@ class Scaler(Operations[Scaling]):
     async def _scale(
         self,
         scaling: Scaling,
-        plan: ScalePlan,
+        added: Sequence[tuple[InstanceId, Role]],
         plan_now: Callable[[], ScalePlan],
         timeout_s: float,
     ) -> None:
-        if plan.add:
-            await self._add(scaling, plan.add)
+        """Add instances, then remove others one by one.
+
+        Removals are planned anew each time, since instances may have changed.
+        """
+        if added:
+            await self._add(scaling, added)
         scaling.state = "draining"
-        await self._remove_what_is_too_much(scaling, plan_now, timeout_s)
+        while True:
+            self._check_wanted(scaling)
+            until_s = self._clock.now() + timeout_s
+            while self._roles.is_changing:
+                scaling.now = "waiting for the end of a role switch"
+                if self._clock.now() >= until_s:
+                    raise MigrationError("an instance is still switching its role")
+                await self._pause(scaling)
+            leaving = plan_now().remove
+            if not leaving:
+                return
+            await self._remove(scaling, leaving[0], until_s)
 
     async def _pause(self, scaling: Scaling) -> None:
         await self._clock.sleep(_POLL_S)
         self._check_wanted(scaling)
-
-    # ---- adding
 
     async def _add(self, scaling: Scaling, wanted: Sequence[tuple[InstanceId, Role]]) -> None:
         ids = [name for name, _ in wanted]
@@ -222,12 +227,7 @@ class Scaler(Operations[Scaling]):
             logger.info("instance %s (%s) is added", instance.id, instance.role.value)
 
     async def _start(self, scaling: Scaling, made: Sequence[Instance]) -> None:
-        """Start all instances; if one fails or the scaling is aborted, end them all.
-
-        Raises:
-            InstanceDeadError: An instance could not be started.
-            OperationAbortedError: The scaling was aborted.
-        """
+        """Start all instances; if one fails or the scaling is aborted, end them all."""
         starting = {asyncio.create_task(one.start(self._start_s)) for one in made}
         left, failure = starting, None
         try:
@@ -246,35 +246,21 @@ class Scaler(Operations[Scaling]):
         if failure is not None:
             raise failure
 
-    # ---- removing
-
-    async def _remove_what_is_too_much(
-        self, scaling: Scaling, plan_now: Callable[[], ScalePlan], timeout_s: float
-    ) -> None:
-        """Remove instances one by one; plan anew each time, since instances may have changed."""
-        while True:
-            self._check_wanted(scaling)
-            until_s = self._clock.now() + timeout_s
-            while self._roles.is_changing:
-                scaling.now = "waiting for the end of a role switch"
-                if self._clock.now() >= until_s:
-                    raise MigrationError("an instance is still switching its role")
-                await self._pause(scaling)
-            leaving = plan_now().remove
-            if not leaving:
-                return
-            await self._remove(scaling, leaving[0], until_s)
-
     async def _remove(self, scaling: Scaling, name: InstanceId, until_s: float) -> None:
         instance = self._cluster.instance(name)
-        self._drains.leave(name)
+        self._drains.empty(instance, instance.service.leave)
         scaling.leaving = name
         try:
-            await self._empty(scaling, instance, until_s)
+            while num_left := instance.inflight_requests:
+                scaling.num_left, scaling.now = num_left, f"{name}: {num_left} requests left"
+                if self._clock.now() >= until_s:
+                    raise MigrationError(f"{num_left} requests are left on {name}: it stays")
+                await self._pause(scaling)
+            scaling.num_left = 0
             scaling.now = f"{name}: modules beside it come home"
             await self._coordinator.vacate(name)
         except BaseException:
-            self._drains.is_back(name)
+            instance.service.stay()
             self._coordinator.stays(name)
             raise
         scaling.now = f"{name}: ending"
@@ -284,15 +270,6 @@ class Scaler(Operations[Scaling]):
         scaling.removed.append(name)
         scaling.leaving = ""
         logger.info("instance %s is removed", name)
-
-    async def _empty(self, scaling: Scaling, instance: Instance, until_s: float) -> None:
-        while num_left := instance.inflight_requests:
-            scaling.num_left = num_left
-            scaling.now = f"{instance.id}: {num_left} requests left"
-            if self._clock.now() >= until_s:
-                raise MigrationError(f"{num_left} requests are left on {instance.id}: it stays")
-            await self._pause(scaling)
-        scaling.num_left = 0
 
 
 def _words(wanted: InstanceCounts) -> str:

@@ -1,18 +1,19 @@
-"""Role switches: drain an instance, then give it another role, without a restart."""
+"""Role switches and drains of instances, without a restart."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import inf
 
 from banaserve.base.clock import Clock
 from banaserve.base.errors import MigrationError, NoAnswerError, UserError
 from banaserve.base.names import check_known
 from banaserve.base.types import InstanceId, Role
-from banaserve.contracts.instances import RoleChange
-from banaserve.serving.instance import Instance
-from banaserve.serving.operations import OperationAbortedError, Operations
+from banaserve.contracts.instances import DrainState, RoleChange
+from banaserve.serving.instances.instance import Instance
+from banaserve.serving.operation_base import OperationAbortedError, Operations
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.02
@@ -26,9 +27,6 @@ class Roles(Operations[RoleChange]):
     drained only so that work of one role does not slow down that of the other. A switch to
     ``colocated`` drains nothing. An instance with a ``drain_s`` of 0 serves on until its role has
     changed.
-
-    Args:
-        instances: Instances by id; they may die and be restarted.
     """
 
     def __init__(self, instances: Mapping[InstanceId, Instance], clock: Clock) -> None:
@@ -46,7 +44,6 @@ class Roles(Operations[RoleChange]):
         """Begin to drain an instance; it gets the new role when it has no requests left.
 
         Args:
-            name: Id of the instance.
             role_name: New role. If only ``step_tokens`` changes, it may be the present role; then
                 nothing is drained.
             timeout_s: Time after which an instance that is not drained keeps its role, in seconds.
@@ -89,15 +86,9 @@ class Roles(Operations[RoleChange]):
         return any(one.service.is_switching for one in self._instances.values())
 
     def check_leaves(self, instance: Instance) -> None:
-        """Return if an instance may be drained: it is not switching, and others serve its legs.
-
-        Raises:
-            MigrationError: The instance may not be drained.
-        """
+        """Raise MigrationError if an instance is switching, or no other serves one of its legs."""
         instance.service.check_drain()
         self._check_served(instance, frozenset())
-
-    # ---- checks
 
     def _check(self, instance: Instance, role: Role, step_tokens: int) -> None:
         if instance.role is role and step_tokens == instance.step_tokens:
@@ -127,8 +118,6 @@ class Roles(Operations[RoleChange]):
             if other is not instance and other.takes_requests:
                 served |= other.role.legs & (other.service.next_role or other.role).legs
         return next((leg for leg in (Role.PREFILL, Role.DECODE) if leg not in served), None)
-
-    # ---- running
 
     async def _switch(
         self,
@@ -179,3 +168,74 @@ class Roles(Operations[RoleChange]):
             raise OperationAbortedError(
                 f"{change.num_left} requests are left after {timeout_s:g} s", "timed out"
             )
+
+
+class Drains:
+    """Drains of instances: each receives no more requests, and its streams move elsewhere at once.
+
+    The instance keeps serving while the streams leave. It stays drained until it is released, and
+    may be ended meanwhile.
+
+    Args:
+        roles: Role switches; they check whether other instances serve a drained instance's legs.
+    """
+
+    def __init__(self, instances: Mapping[InstanceId, Instance], roles: Roles) -> None:
+        self._instances = instances
+        self._roles = roles
+
+    def begin(self, name: str) -> DrainState:
+        """Send an instance no more requests, and move its streams; a running prompt is completed.
+
+        Raises:
+            UserError: There is no such instance.
+            MigrationError: No other instance serves one of its legs, or it is switching its role.
+        """
+        instance = self._named(name)
+        self.empty(instance, instance.service.drain)
+        return self._state(instance)
+
+    def empty(self, instance: Instance, drain: Callable[[], None]) -> None:
+        """Drain an instance by ``drain``, a method of its ``ServiceState``, and move its streams.
+
+        Raises:
+            MigrationError: No other instance serves one of its legs, or it is switching its role.
+        """
+        if not instance.service.is_drained:
+            self._roles.check_leaves(instance)
+        drain()
+        num_moved = instance.move_streams()
+        logger.info("instance %s is drained: %d streams go on elsewhere", instance.id, num_moved)
+
+    def release(self, name: str) -> DrainState:
+        """Let an instance serve again.
+
+        Raises:
+            UserError: There is no such instance.
+            MigrationError: The instance was not drained, or is being removed.
+        """
+        instance = self._named(name)
+        instance.service.release()
+        return self._state(instance)
+
+    async def state(self, name: str, wait_s: float = 0.0) -> DrainState:
+        """Return the drain state, after waiting up to ``wait_s`` for the last request to leave.
+
+        Raises:
+            UserError: There is no such instance.
+        """
+        instance = self._named(name)
+        deadline_s = asyncio.get_running_loop().time() + wait_s
+        while instance.service.is_drained and instance.inflight_requests:
+            if asyncio.get_running_loop().time() >= deadline_s:
+                break
+            await asyncio.sleep(_POLL_S)
+        return self._state(instance)
+
+    def _named(self, name: str) -> Instance:
+        check_known("instance", name, self._instances)
+        return self._instances[InstanceId(name)]
+
+    @staticmethod
+    def _state(instance: Instance) -> DrainState:
+        return DrainState(instance.id, instance.service.is_drained, instance.inflight_requests)

@@ -1,18 +1,91 @@
-"""Sharing of devices between instances and guests: bounds, slow-downs, and their metrics."""
+"""Placement of all instances, for people and programs."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Mapping
+
+import msgspec
 
 from banaserve.base.errors import BanaServeError
 from banaserve.base.names import check_known
 from banaserve.base.types import InstanceId
-from banaserve.contracts.migration_api import GuestSharing, ShareRequest
+from banaserve.contracts.migration_api import (
+    ClusterPlacement,
+    GuestSharing,
+    GuestStatus,
+    InstancePlacement,
+    Overlapping,
+    ShareRequest,
+    UnitModules,
+    UnitPlace,
+)
+from banaserve.migration.units.registry import write_modules
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.moves.coordinator import Coordinator
-from banaserve.serving.moves.guest_pool import GuestHandle, GuestPool
+from banaserve.serving.moves.guest_pool import GuestPool
 from banaserve.serving.moves.host_state import HostState
+
+
+async def placement_of(coordinator: Coordinator) -> ClusterPlacement:
+    """Ask every instance for its placement; an error becomes its ``migration_blocker``."""
+    found = await asyncio.gather(*(_of(coordinator, h) for h in coordinator.hosts.values()))
+    guests = [
+        GuestStatus(g.id, g.host, g.target, g.pids, g.num_bytes, g.busy_fraction, g.share, g.way)
+        for g in coordinator.guests
+    ]
+    return ClusterPlacement(list(found), guests, coordinator.recent())
+
+
+async def _of(coordinator: Coordinator, host_state: HostState) -> InstancePlacement:
+    instance = host_state.instance
+    state = "ready" if instance.is_ready else "down"
+    try:
+        status = await host_state.refresh(memory=True)
+        num_blocks = await host_state.link().pool_blocks()
+    except BanaServeError as reason:
+        return InstancePlacement(
+            host_state.id, instance.role.value, state, str(reason), node=instance.place.node
+        )
+    facts = coordinator.facts
+    return InstancePlacement(
+        id=host_state.id,
+        role=instance.role.value,
+        state=state,
+        migration_blocker="",
+        epoch=status.epoch,
+        num_layers=facts.num_layers,
+        num_kv_heads=facts.num_kv_heads,
+        num_blocks=num_blocks,
+        blocks_gained=num_blocks - status.kv.num_blocks,
+        kv_bytes=status.kv.resident_bytes or 0,
+        units=_units(coordinator, host_state),
+        guests_lost=status.guests_lost,
+        steps_lost=status.steps_lost,
+        sharing=sharing_of(coordinator, host_state),
+        overlap=msgspec.convert(status.overlap, Overlapping, from_attributes=True),
+        node=instance.place.node,
+        graph_sizes=status.graph_sizes,
+        graphs_captured=status.graphs_captured,
+    )
+
+
+def _units(coordinator: Coordinator, host_state: HostState) -> list[UnitPlace]:
+    return [
+        UnitPlace(
+            unit.unit_id,
+            msgspec.convert(write_modules(unit.modules), UnitModules),
+            unit.at,
+            unit.guest_id,
+            unit.epoch,
+            host_state.num_bytes(unit.modules, unit.num_older_blocks),
+            str(unit.modules),
+            list(unit.modules.layers) if unit.modules.has_weights else [],
+        )
+        for unit in host_state.units(coordinator.guests)
+    ]
+
 
 _MOST_BUSY = 0.99
 
@@ -21,9 +94,6 @@ def predicted_slow_down(busy_fraction: float) -> float:
     """Return the predicted factor of a step's duration beside guests, 1 without guests.
 
     Work on a device that others use for a fraction b of the time runs at 1 - b of its speed.
-
-    Args:
-        busy_fraction: Fraction of the time that the guests compute, in [0, 1].
     """
     return 1.0 / (1.0 - min(busy_fraction, _MOST_BUSY))
 
@@ -64,18 +134,7 @@ async def settle(guests: GuestPool, hosts: Mapping[InstanceId, HostState]) -> No
         host_state = hosts.get(guest.host)  # the host may be removed while other guests are told
         if host_state is not None and guest.share != wanted and guest.detached_s is None:
             with contextlib.suppress(BanaServeError):
-                await tell(guest, host_state, wanted)
-
-
-async def tell(guest: GuestHandle, host_state: HostState, fraction: float) -> None:
-    """Bound one guest's share.
-
-    Raises:
-        MigrationError: The guest cannot be told at present.
-        InstanceDeadError: The guest's host has ended.
-    """
-    await host_state.link().set_share(guest.id, fraction)
-    guest.share = fraction
+                await guest.tell_share(host_state.link(), wanted)
 
 
 def count(sharing: GuestSharing) -> None:

@@ -10,10 +10,10 @@ from banaserve.base.clock import Clock
 from banaserve.base.errors import MigrationError, UserError
 from banaserve.base.types import InstanceId
 from banaserve.contracts.instances import NodeChange, NodeStatus
-from banaserve.serving.cluster import Cluster
-from banaserve.serving.launch.launcher import Launcher
-from banaserve.serving.operations import Operations
-from banaserve.serving.scaling.scaler import Scaler
+from banaserve.serving.instances.cluster import Cluster
+from banaserve.serving.launch.launcher import NO_NODES, Launcher
+from banaserve.serving.operation_base import Operations
+from banaserve.serving.operations.scaler import Scaler
 
 logger = logging.getLogger(__name__)
 LOOK_S = 5.0
@@ -25,9 +25,6 @@ class NodeChanges(Operations[NodeChange]):
     A joining node is checked like the nodes at the server's start. It has no instance at first; the
     next instance that a person or the policy adds is placed there. A leaving node gets no more
     instances, and is given back once its instances have been removed.
-
-    Args:
-        scaler: Scaler, which removes the instances of a leaving node.
     """
 
     def __init__(self, launcher: Launcher, scaler: Scaler, cluster: Cluster, clock: Clock) -> None:
@@ -53,13 +50,10 @@ class NodeChanges(Operations[NodeChange]):
             await asyncio.gather(self._looking, return_exceptions=True)
         await super().stop()
 
-    # ---- requests
-
     def begin_add(self, address: str, why: str = "") -> NodeChange:
         """Begin to add a node.
 
         Args:
-            address: Address of the node.
             why: Reason for an addition that no person requested; empty otherwise.
 
         Raises:
@@ -68,10 +62,7 @@ class NodeChanges(Operations[NodeChange]):
         """
         self._check_free()
         if not self.nodes():
-            raise UserError(
-                "this server's engines run on its own machine: nodes join one that was started "
-                "with --node or --cluster"
-            )
+            raise UserError(NO_NODES)
         change = NodeChange(self._new_id(), address, "add", "joining", why=why)
         self._carry_out(change, self._add(change))
         return change
@@ -80,7 +71,6 @@ class NodeChanges(Operations[NodeChange]):
         """Begin to drain a node and to give it back.
 
         Args:
-            name: Name of the node.
             timeout_s: Maximum time for each of its instances to end its requests, in seconds.
             are_replaced: True to add as many instances on other nodes first.
 
@@ -90,12 +80,10 @@ class NodeChanges(Operations[NodeChange]):
         """
         self._check_free()
         self._launcher.hold_node(name, is_held=True)
-        scaling_id = ""
         try:
             if len(self.nodes()) == 1:
                 raise MigrationError(f"node {name} is the server's last one: add another one first")
-            if leaving := self._instances_of(name):
-                scaling_id = self._begin_leaving(name, leaving, timeout_s, are_replaced)
+            scaling_id = self._begin_leaving(name, timeout_s, are_replaced)
         except BaseException:
             self._launcher.hold_node(name, is_held=False)
             raise
@@ -103,21 +91,18 @@ class NodeChanges(Operations[NodeChange]):
         self._carry_out(change, self._remove(change, scaling_id))
         return change
 
-    # ---- checks
-
     def _check_free(self) -> None:
         if last := self.under_way:
             raise MigrationError(
                 f"node {last.node} is {last.state}: wait for the end of {last.id}, or abort it"
             )
 
-    def _instances_of(self, name: str) -> list[InstanceId]:
-        found = next(node for node in self.nodes() if node.name == name)
-        return [InstanceId(one) for one in found.instances if one in self._cluster.instances]
-
-    def _begin_leaving(
-        self, name: str, leaving: list[InstanceId], timeout_s: float, are_replaced: bool
-    ) -> str:
+    def _begin_leaving(self, name: str, timeout_s: float, are_replaced: bool) -> str:
+        """Begin to remove a node's instances; return the scaling's id, or nothing without any."""
+        node = next(node for node in self.nodes() if node.name == name)
+        leaving = [InstanceId(one) for one in node.instances if one in self._cluster.instances]
+        if not leaving:
+            return ""
         try:
             return self._scaler.begin_leaving(
                 leaving, timeout_s, f"node {name}", are_replaced=are_replaced
@@ -126,8 +111,6 @@ class NodeChanges(Operations[NodeChange]):
             raise MigrationError(
                 f"node {name} has instances still ({', '.join(leaving)}): {refused}"
             ) from None
-
-    # ---- running
 
     def _abort(self, state: NodeChange) -> None:
         self._cancel(state)
@@ -168,8 +151,6 @@ class NodeChanges(Operations[NodeChange]):
         if scaling.state != "done":
             why = scaling.reason or f"scaling {scaling_id} was given up"
             raise MigrationError(f"node {name} has instances still: {why}")
-
-    # ---- machines that the cluster gains
 
     async def _look(self) -> None:
         while True:

@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from banaserve.base.clock import Clock
 from banaserve.base.errors import InstanceDeadError
 from banaserve.base.types import InstanceId
-from banaserve.serving.instance import Instance, State
+from banaserve.serving.instances.instance import Instance, State
+from banaserve.serving.instances.probe import ClusterTimeouts, LivenessProbe
 from banaserve.serving.launch.engine_settings import EngineSettings
-from banaserve.serving.liveness.probe import LivenessProbe
-from banaserve.serving.liveness.restart_policy import RestartPolicy
-from banaserve.serving.liveness.timeouts import ClusterTimeouts
 from banaserve.serving.monitoring import metrics
 
 logger = logging.getLogger(__name__)
+_FIRST_DELAY_S = 0.5
+_RESTARTS_WITHIN_S = 300.0
+_HEALTHY_S = 10.0
+"""Serving time after which earlier restarts are forgotten, in seconds."""
 _AGAIN_S = 0.5
 _POLL_S = 0.02
 _PAUSE_POLL_S = 0.1
@@ -36,16 +38,42 @@ class Replacement:
     """An engine that is to be started in place of another one.
 
     Attributes:
-        settings: Settings of the new engine.
         before: Settings of the old engine.
         check: Function that raises if the new engine must not serve.
         done: Future that is done when the new engine serves, or has failed.
     """
 
-    settings: EngineSettings
     before: EngineSettings
     check: Check
     done: asyncio.Future[None]
+
+
+class RestartPolicy:
+    """Limit and delays of the restarts of an instance that dies.
+
+    Each delay is twice as long as the one before. An instance that has served for a while did not
+    fail at its start, whatever ended it, so its earlier restarts are forgotten.
+
+    Args:
+        limit: Number of restarts within five minutes after which the instance is given up.
+    """
+
+    def __init__(self, limit: int = 5) -> None:
+        self._limit = limit
+        self._at_s: list[float] = []
+
+    def has_served(self, served_s: float) -> None:
+        """Record that the instance has ended after serving for ``served_s`` seconds."""
+        if served_s >= _HEALTHY_S:
+            self._at_s.clear()
+
+    def next_delay_s(self, now_s: float) -> float | None:
+        """Count a restart and return its delay, in seconds; None to give the instance up."""
+        self._at_s = [at for at in self._at_s if now_s - at < _RESTARTS_WITHIN_S]
+        if len(self._at_s) >= self._limit:
+            return None
+        self._at_s.append(now_s)
+        return _FIRST_DELAY_S * 2.0 ** (len(self._at_s) - 1)
 
 
 class Supervisor:
@@ -146,13 +174,10 @@ class Supervisor:
     # ---- starting again
 
     async def _until_restarted(self, instance: Instance, restarts: RestartPolicy) -> bool:
-        """Restart an instance; retry every few minutes if it has been given up.
+        """Restart an instance; retry every few minutes if given up; return False if removed.
 
         An instance whose machine is away is started when the machine is back: its absence is not
         the instance's fault.
-
-        Returns:
-            False if the instance has been removed.
         """
         while not await self._restart(instance, restarts):
             if self._is_removed(instance):
@@ -169,11 +194,7 @@ class Supervisor:
         return True
 
     async def _pause(self, instance: Instance) -> None:
-        """Wait until an instance is to be retried, or to get another engine.
-
-        An instance that was given up is retried after ``retry_s``; one whose machine is away, when
-        the machine is back.
-        """
+        """Wait for ``retry_s``, for the return of the machine, or for another engine's turn."""
         until_s, was_there = self._clock.now() + self._timeouts.retry_s, instance.place.is_there
         while self._clock.now() < until_s and instance.id not in self._replacements:
             if self._is_removed(instance) or instance.place.is_there is not was_there:
@@ -229,7 +250,7 @@ class Supervisor:
         """
         await self.settled(instance)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        replacement = Replacement(settings, instance.settings, check, done)
+        replacement = Replacement(instance.settings, check, done)
         self._replacements[instance.id] = replacement
         instance.retire(settings)
         until_s = self._clock.now() + _LEAVE_S

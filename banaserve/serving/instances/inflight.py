@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
 class Inflight(NamedTuple):
-    """Counts of the legs in flight at an instance: sent and not ended. See ``InstanceView``.
-
-    Attributes:
-        tokens: Number of tokens that the legs had when they were sent.
-    """
+    """Counts of the legs in flight at an instance: sent and not ended. See ``InstanceView``."""
 
     requests: int = 0
     tokens: int = 0
@@ -24,17 +21,16 @@ class Inflight(NamedTuple):
         return Inflight(*(own + sign * its for own, its in zip(self, leg, strict=True)))
 
 
+@dataclass(eq=False)
 class InflightLeg:
     """One leg of a request at its instance, counted until it ends.
 
-    Args:
+    Attributes:
         add: Function that adds to the instance's counts, or subtracts from them with sign -1.
         prefill_tokens: Number of the leg's ``tokens`` that the instance has to compute.
-        move: Function that moves the leg elsewhere; its argument is a reason of ``LegMovedError``.
-            None if the leg cannot move.
-
-    Attributes:
         tokens: Number of tokens that the leg has when it is sent.
+        on_move: Function that moves the leg elsewhere; its argument is a reason of
+            ``LegMovedError``. None if the leg cannot move.
         starts_over: True if the leg would restart elsewhere from nothing; it moves only when its
             engine is replaced.
         moved_s: Time of the leg's last move by the rebalancer, on the event loop's clock, in
@@ -42,33 +38,26 @@ class InflightLeg:
         has_output: True if the engine has computed a token of the leg.
     """
 
-    def __init__(
-        self,
-        add: Callable[[Inflight, int], None],
-        prefill_tokens: int,
-        tokens: int,
-        move: Callable[[str], None] | None = None,
-        *,
-        starts_over: bool = False,
-        moved_s: float | None = None,
-    ) -> None:
-        self.tokens = tokens
-        self.starts_over = starts_over
-        self.moved_s = moved_s
-        self.has_output = False
-        self._add = add
-        self._move = move
-        self._leg = Inflight(1, tokens)
-        pairs = prefill_tokens * (2 * tokens - prefill_tokens)
-        self._prompt = Inflight(0, 0, 1, prefill_tokens, pairs) if prefill_tokens else None
-        add(self._leg, 1)
+    add: Callable[[Inflight, int], None]
+    prefill_tokens: int
+    tokens: int
+    on_move: Callable[[str], None] | None = None
+    starts_over: bool = False
+    moved_s: float | None = None
+    has_output: bool = False
+
+    def __post_init__(self) -> None:
+        computed, self._leg = self.prefill_tokens, Inflight(1, self.tokens)
+        pairs = computed * (2 * self.tokens - computed)
+        self._prompt = Inflight(0, 0, 1, computed, pairs) if computed else None
+        self.add(self._leg, 1)
         if self._prompt is not None:
-            add(self._prompt, 1)
+            self.add(self._prompt, 1)
 
     @property
     def continues(self) -> bool:
         """True if the leg is a stream that can continue elsewhere."""
-        return self._move is not None and not self.starts_over
+        return self.on_move is not None and not self.starts_over
 
     @property
     def is_prompt(self) -> bool:
@@ -77,17 +66,17 @@ class InflightLeg:
 
     def move(self, reason: str) -> None:
         """Move the leg elsewhere, if it can move."""
-        if self._move is not None:
-            self._move(reason)
+        if self.on_move is not None:
+            self.on_move(reason)
 
     def prefilled(self) -> None:
         """Note that the prompt has been computed; idempotent, called with each output."""
         self.has_output = True
         if self._prompt is not None:
-            self._add(self._prompt, -1)
+            self.add(self._prompt, -1)
             self._prompt = None
 
     def end(self) -> None:
         """Count the leg no more."""
         self.prefilled()
-        self._add(self._leg, -1)
+        self.add(self._leg, -1)

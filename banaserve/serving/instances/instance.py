@@ -32,7 +32,8 @@ from banaserve.engine.compat.engine_errors import last_error_in
 from banaserve.engine.compat.front.clients import connect
 from banaserve.orchestrator.control.cluster_view import with_guests
 from banaserve.orchestrator.control.rebalancing import Stream
-from banaserve.serving.inflight import Inflight, InflightLeg
+from banaserve.serving.instances.inflight import Inflight, InflightLeg
+from banaserve.serving.instances.service_state import ServiceState
 from banaserve.serving.launch.engine_settings import EngineSettings, weights_of
 from banaserve.serving.launch.launcher import InstancePlace, Launcher
 from banaserve.serving.launch.messages import StartEngine
@@ -40,7 +41,6 @@ from banaserve.serving.monitoring import metrics
 from banaserve.serving.monitoring.engine_series import EngineSeries
 from banaserve.serving.monitoring.gpu_monitor import GpuMeter
 from banaserve.serving.monitoring.reports import ReportBoard
-from banaserve.serving.service_state import ServiceState
 
 logger = logging.getLogger(__name__)
 DRAINED, REBALANCED = "drained", "rebalanced"
@@ -85,6 +85,7 @@ class Instance:
         is_orphaned: True if its last engine died with the engine's parent or machine, so that no
             request is to blame.
         settings: Settings that its engine was started with, or will be started with.
+        board: Board with the engine's reports and step times; each start of an engine has its own.
         inflight: Counts of the legs that were sent to the instance and have not ended.
         coming: Requests that will decode here, while their prompts are computed elsewhere.
         step_tokens: Maximum number of tokens of a step; 0 for the default of the role.
@@ -118,7 +119,7 @@ class Instance:
         self._socket_dir = run.sockets
         self._clock = clock
         self._gpu = GpuMeter.open(launcher.devices_of(instance_id), clock)
-        self._board = self._new_board()
+        self.board = self._new_board()
         self.inflight = Inflight()
         # Looking up labels costs as much as forwarding a token.
         self._inflight_gauge = metrics.IN_FLIGHT.labels(self.id)
@@ -144,10 +145,7 @@ class Instance:
         self.state = State.STARTING
         self.incarnation += 1
         addresses = self._addresses()
-        there = {
-            name: self._launcher.address_there(self.id, address)
-            for name, address in addresses.items()
-        }
+        there = {n: self._launcher.address_there(self.id, one) for n, one in addresses.items()}
         context = zmq.asyncio.Context()
         handshake = context.socket(zmq.SocketType.ROUTER)
         handshake.setsockopt(zmq.SocketOption.LINGER, 0)
@@ -173,10 +171,10 @@ class Instance:
         cache = self.llm.vllm_config.cache_config
         self._kv_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
         self._kv_token_bytes = kv_token_bytes(self.llm.vllm_config)
-        self._board.block_tokens = cache.block_size
+        self.board.block_tokens = cache.block_size
         await self.take_budget(self.role, self.step_tokens)
         self._check_is_wanted()
-        self._board.answered(idle=True)
+        self.board.answered(idle=True)
         self.state = State.READY
         metrics.UP.labels(self.id, self.role.value).set(1)
 
@@ -193,12 +191,7 @@ class Instance:
         return {name: f"{stem}.{name[0]}" for name in ("handshake", "input", "output")}
 
     async def _unless_ended(self, work: asyncio.Future[T], timeout_s: float | None = None) -> T:
-        """Return the result of ``work``; raise InstanceDeadError if the engine ends first.
-
-        Args:
-            work: Task or future; cancelled if it is not done in time.
-            timeout_s: Maximum wait, in seconds; None to wait until the engine has ended.
-        """
+        """Return the result of ``work``; cancel it if the engine ends or time is over first."""
         ended = asyncio.create_task(self.wait_ended())
         waited: set[asyncio.Future[Any]] = {work, ended}
         try:
@@ -214,7 +207,7 @@ class Instance:
 
     def _connect(self, addresses: dict[str, str]) -> compat.AsyncLLM:
         """Make the engine's client; runs in a thread, since loading a tokenizer takes long."""
-        logger_class = self._series.logger_class(self.id, self._board.record)
+        logger_class = self._series.logger_class(self.id, self.board.record)
         client = connect(
             copy.deepcopy(self.engine_config), logger_class, addresses["input"], addresses["output"]
         )
@@ -241,11 +234,7 @@ class Instance:
 
     @contextlib.contextmanager
     def giving_back(self) -> Iterator[None]:
-        """Mark a dead process's resources as not yet released, for the duration of the block.
-
-        The resources are its memory and its connections; ``wait_given_back`` waits for the end of
-        the block.
-        """
+        """Mark a dead process's memory and connections as not yet released, during the block."""
         self._given_back.clear()
         try:
             yield
@@ -263,7 +252,7 @@ class Instance:
         self.set_placements((), 0)
         metrics.UP.labels(self.id, self.role.value).set(0)
         llm, self.llm = self.llm, None
-        self._board = self._new_board()
+        self.board = self._new_board()
         if llm is not None:
             compat.mark_dead(llm)
             llm.shutdown(timeout=0)
@@ -273,8 +262,7 @@ class Instance:
 
         The remaining legs move elsewhere or end here; the engine's process still runs.
         """
-        self.state = State.STARTING
-        self.settings = settings
+        self.state, self.settings = State.STARTING, settings
         for leg in list(self._legs.values()):
             leg.move(DRAINED)
 
@@ -298,7 +286,7 @@ class Instance:
         with contextlib.suppress(TimeoutError, compat.EngineDeadError):
             async with asyncio.timeout(timeout_s):
                 await llm.is_paused()
-                self._board.answered(idle=llm.get_num_unfinished_requests() == 0)
+                self.board.answered(idle=llm.get_num_unfinished_requests() == 0)
 
     @contextlib.contextmanager
     def holding(
@@ -311,14 +299,8 @@ class Instance:
         moved_s: float | None = None,
     ) -> Iterator[InflightLeg]:
         """Count a leg as in flight here for the duration of the block; see ``InflightLeg``."""
-        leg = InflightLeg(
-            self._add_inflight,
-            prefill_tokens,
-            max(tokens, prefill_tokens),
-            move,
-            starts_over=starts_over,
-            moved_s=moved_s,
-        )
+        tokens = max(tokens, prefill_tokens)
+        leg = InflightLeg(self._add_inflight, prefill_tokens, tokens, move, starts_over, moved_s)
         self._legs[id(leg)] = leg
         try:
             yield leg
@@ -342,6 +324,11 @@ class Instance:
         ]
 
     @property
+    def num_movable(self) -> int:
+        """Number of the instance's streams that can continue elsewhere."""
+        return sum(leg.continues for leg in self._legs.values())
+
+    @property
     def num_streams(self) -> int:
         """Number of the instance's legs whose prompts have been computed, here or elsewhere."""
         return self.inflight_requests - sum(leg.is_prompt for leg in self._legs.values())
@@ -351,22 +338,13 @@ class Instance:
         if (leg := self._legs.get(key)) is not None:  # type: ignore[call-overload]
             leg.move(REBALANCED)
 
-    @property
-    def num_movable(self) -> int:
-        """Number of the instance's streams that can continue elsewhere."""
-        return sum(leg.continues for leg in self._legs.values())
-
     def view(self, far: Mapping[InstanceId, Distance | None] = NO_WAYS) -> InstanceView:
-        """Return the instance as policies see it.
-
-        Args:
-            far: Distances to the instances on other machines.
-        """
+        """Return the instance as policies see it, with distances to instances elsewhere."""
         return InstanceView(
             id=self.id,
             role=self.role,
             ready=self.takes_requests,
-            report=with_guests(self._board.last, *self._guests),
+            report=with_guests(self.board.last, *self._guests),
             inflight_requests=self.inflight_requests,
             inflight_prefill_tokens=self.inflight.prefill_tokens,
             prefill_tokens_per_s=self._prefill_tokens_per_s,
@@ -396,14 +374,11 @@ class Instance:
         if placements != self._placements:
             self.has_changed()
             calls = sum(p.module.num_layers if p.module.heads else 1 for p in placements)
-            self._board.meter.remote_calls = calls
+            self.board.meter.remote_calls = calls
         self._placements, self._epoch = placements, epoch
 
     async def take_budget(self, role: Role, step_tokens: int = 0) -> None:
-        """Set the engine's budget to that of ``role``, from its next step on.
-
-        Args:
-            step_tokens: Maximum number of tokens of a step; 0 for the default of the role.
+        """Set the engine's budget to that of ``role``, from its next step on; see ``Budgets.give``.
 
         Raises:
             NoAnswerError: The engine does not answer; it may have the new budget or the old one.
@@ -413,7 +388,7 @@ class Instance:
             budget = await self.settings.budgets.give(
                 self.llm, role, step_tokens, always=is_changed
             )
-            self._board.meter.set_full_step(budget.num_tokens)
+            self.board.meter.set_full_step(budget.num_tokens)
         if step_tokens != self.step_tokens:
             self.step_tokens = step_tokens
             self.has_changed()
@@ -424,11 +399,6 @@ class Instance:
         self.role = role
         self.has_changed()
         metrics.UP.labels(self.id, role.value).set(self.is_ready)
-
-    @property
-    def board(self) -> ReportBoard:
-        """Board with the engine's reports and step times; each start of an engine has its own."""
-        return self._board
 
     def has_changed(self) -> None:
         """Record that its role, placements, guests or step size changed."""
@@ -449,7 +419,7 @@ class Instance:
         return self._launcher.distance(self.id, other.id)
 
     def store_beside(self, other: Instance) -> str:
-        """Return ``HOST:PORT`` of another instance's store; empty if it is this one's, too.
+        """Return ``HOST:PORT`` of another instance's store; empty if this one uses it, too.
 
         Also empty if this instance uses the front door's store.
         """

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 
 from banaserve.base.clock import Clock
 from banaserve.base.errors import InstanceDeadError
-from banaserve.base.types import Distance, InstanceId, InstanceView, Role
-from banaserve.serving.generations import Member
-from banaserve.serving.instance import Instance, State
+from banaserve.base.types import InstanceId, InstanceView, Role
+from banaserve.serving.instances.instance import Instance, State
+from banaserve.serving.instances.probe import ClusterTimeouts
+from banaserve.serving.instances.supervisor import Supervisor
 from banaserve.serving.launch.engine_settings import EngineSettings
-from banaserve.serving.liveness.supervisor import Supervisor
-from banaserve.serving.liveness.timeouts import ClusterTimeouts
 
 _POLL_S = 0.02
-_BOTH = Role.COLOCATED.legs
 
 
 class Cluster:
@@ -23,7 +22,6 @@ class Cluster:
 
     Attributes:
         instances: Instances by id; removed instances are not included.
-        supervisor: Supervisor, which restarts instances and replaces their engines.
     """
 
     def __init__(
@@ -35,13 +33,8 @@ class Cluster:
         self._timeouts = timeouts
         self._served_s = clock.now()
 
-    # ---- start and end
-
     async def start(self, on_ready: Callable[[Instance], None]) -> None:
         """Start all instances concurrently, then keep them alive.
-
-        Args:
-            on_ready: Function called with each instance when it is ready.
 
         Raises:
             InstanceDeadError: An instance could not be started.
@@ -78,8 +71,6 @@ class Cluster:
             instance.mark_dead()
             instance.kill()
 
-    # ---- one instance
-
     def instance(self, instance_id: InstanceId) -> Instance:
         """Return the instance with this id.
 
@@ -90,8 +81,6 @@ class Cluster:
             raise InstanceDeadError(f"instance {instance_id} has been removed")
         return instance
 
-    # ---- several instances
-
     def serving(self) -> list[Instance]:
         return [i for i in self.instances.values() if i.state is State.READY]
 
@@ -100,17 +89,12 @@ class Cluster:
         by_node: dict[str, list[Instance]] = {}
         for one in self.instances.values():
             by_node.setdefault(one.place.node, []).append(one)
-        far = {node: self._ways_from(node, by_node) for node in by_node}
-        return {one.id: one.view(far[node]) for node, its in by_node.items() for one in its}
-
-    @staticmethod
-    def _ways_from(
-        node: str, by_node: Mapping[str, Sequence[Instance]]
-    ) -> Mapping[InstanceId, Distance | None]:
-        """Return the distances from ``node`` to all instances on other nodes."""
-        [first, *_] = by_node[node]
-        others = (one for other, its in by_node.items() if other != node for one in its)
-        return {one.id: first.distance_to(one) for one in others}
+        views: dict[InstanceId, InstanceView] = {}
+        for node, its in by_node.items():
+            elsewhere = chain(*(others for other, others in by_node.items() if other != node))
+            far = {one.id: its[0].distance_to(one) for one in elsewhere}
+            views |= {one.id: one.view(far) for one in its}
+        return views
 
     async def taking(self) -> list[Instance]:
         """Return the instances that accept new requests, or else all ready ones.
@@ -122,16 +106,10 @@ class Cluster:
         serving = [i for i in self.serving() if i.llm is not None]
         return [i for i in serving if i.takes_requests] or serving
 
-    def members(self) -> list[Member]:
-        """Return all instances as members of their generations."""
-        return [_member(instance) for instance in self.instances.values()]
-
     @property
     def newest_settings(self) -> EngineSettings:
         """Settings for the start of a new engine: the newest ones of all instances."""
         return max((i.settings for i in self.instances.values()), key=lambda s: s.number)
-
-    # ---- the whole
 
     @property
     def is_replacing(self) -> bool:
@@ -159,21 +137,6 @@ class Cluster:
 
     def _note_service(self) -> None:
         serving = self.serving()
-        if len(serving) == len(self.instances) or len(_legs_of(serving)) == len(_BOTH):
+        legs = frozenset[Role]().union(*(one.role.legs for one in serving))
+        if len(serving) == len(self.instances) or legs == Role.COLOCATED.legs:
             self._served_s = self._clock.now()
-
-
-def _legs_of(instances: Sequence[Instance]) -> frozenset[Role]:
-    return frozenset[Role]().union(*(one.role.legs for one in instances))
-
-
-def _member(instance: Instance) -> Member:
-    return Member(
-        instance.id,
-        instance.role,
-        instance.weights,
-        instance.settings.number,
-        takes=instance.takes_requests,
-        serves=instance.is_ready,
-        lives=instance.state is not State.FAILED,
-    )

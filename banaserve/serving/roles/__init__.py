@@ -1,4 +1,0 @@
-"""Role switches and drains. In the server's process.
-
-Entry: ``role_switch.Roles``.
-"""
