@@ -93,8 +93,8 @@ class Live(_Engine):
     """An engine on one core, and the parent of its guests, which run on another core."""
 
     def __init__(self, arguments: dict[str, Any], folder: Path) -> None:
-        from banaserve.engine.compat import runner_hooks
         from banaserve.engine.compat.offline import LLM, EngineArgs
+        from banaserve.engine.compat.runner import hooks as runner_hooks
         from banaserve.mains import engine_parent
         from banaserve.migration.host import install
 
@@ -238,7 +238,7 @@ class StageWorker(WorkerExtension):
 
     def banaserve_make_buffers(self) -> None:
         """Allocate memory for what the stage before sends, which vLLM 0.32 forgets on CPU."""
-        from banaserve.engine.compat import runner_hooks
+        from banaserve.engine.compat.runner import hooks as runner_hooks
 
         runner_hooks.make_stage_buffers(self.model_runner)  # type: ignore[attr-defined]
 
