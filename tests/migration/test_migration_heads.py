@@ -214,7 +214,7 @@ def _flipped(outputs: Any, tensor: torch.Tensor) -> Any:
         (_no_text, "no guest's answer"),
         (lambda _, t: (messages.StepOutputs((3,)), t), "did not come"),
         (lambda _, t: (messages.StepOutputs((-1,)), t), "did not come"),
-        (lambda _, t: (messages.StepOutputs(()), t), "another shape"),
+        (lambda _, t: (messages.StepOutputs(()), t), "0 tensors, not 1"),
         (lambda _, t: (messages.StepOutputs((None,)), t), "another shape"),
         (lambda o, t: (o, t[:-1]), "another shape"),
         (lambda o, t: (o, t.double()), "another shape"),

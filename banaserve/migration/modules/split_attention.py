@@ -131,7 +131,8 @@ class RemoteAttention:
         """Return the answer: tensors that are each like one of ``wanted``."""
         outputs = self.link.collect(self._step_context.num_tokens)
         if len(outputs) != len(wanted):
-            raise self.link.give_up(f"{len(wanted)} tensors were asked for, not {len(outputs)}")
+            counts = f"{len(outputs)} tensors, not {len(wanted)}"
+            raise self.link.give_up(f"a step was answered with {counts}")
         return [
             to_device(self.link.check_shape(output, like), like.device)
             for output, like in zip(outputs, wanted, strict=True)
