@@ -6,8 +6,9 @@ import tempfile
 from pathlib import Path
 
 from banaserve.engine.compat.config import VllmConfig, adopt_kernels
-from banaserve.migration.guest.environment import guest_environment, start_threads
+from banaserve.migration.guest.environment import guest_environment
 from banaserve.migration.guest.server import GuestServer
+from banaserve.migration.guest.throttle import start_threads
 from banaserve.migration.modules.partial_model import device_of
 from banaserve.migration.rpc.messages import GuestAddress
 

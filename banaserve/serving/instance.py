@@ -28,8 +28,8 @@ from banaserve.base.run_dir import RunDir
 from banaserve.base.types import NO_WAYS, Distance, InstanceId, InstanceView, ModulePlacement, Role
 from banaserve.engine.compat import engine as compat
 from banaserve.engine.compat.config import VllmConfig, kv_token_bytes
+from banaserve.engine.compat.engine_errors import last_error_in
 from banaserve.engine.compat.front.clients import connect
-from banaserve.engine.compat.front.engine_errors import last_error_in
 from banaserve.orchestrator.control.cluster_view import with_guests
 from banaserve.orchestrator.control.rebalancing import Stream
 from banaserve.serving.inflight import Inflight, InflightLeg

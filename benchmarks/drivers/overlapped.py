@@ -79,7 +79,7 @@ class _Engine:
 
     def run(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
         """Serve these prompts at once; return the seconds and the tokens."""
-        from banaserve.engine.compat.offline import SamplingParams
+        from banaserve.engine.compat.runner.offline import SamplingParams
 
         params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
         asked = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -93,8 +93,8 @@ class Live(_Engine):
     """An engine on one core, and the parent of its guests, which run on another core."""
 
     def __init__(self, arguments: dict[str, Any], folder: Path) -> None:
-        from banaserve.engine.compat.offline import LLM, EngineArgs
         from banaserve.engine.compat.runner import hooks as runner_hooks
+        from banaserve.engine.compat.runner.offline import LLM, EngineArgs
         from banaserve.mains import engine_parent
         from banaserve.migration.host import install
 
@@ -212,7 +212,7 @@ class Stages(_Engine):
 
     def __init__(self, arguments: dict[str, Any], folder: Path) -> None:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"{_HOST_CORE}|{_GUEST_CORE}"
-        from banaserve.engine.compat.offline import LLM
+        from banaserve.engine.compat.runner.offline import LLM
 
         self.llm = LLM(
             **arguments,
@@ -227,7 +227,7 @@ class Neighbour(_Engine):
     """An engine that knows nothing of guests on its core."""
 
     def __init__(self, arguments: dict[str, Any], folder: Path) -> None:
-        from banaserve.engine.compat.offline import LLM
+        from banaserve.engine.compat.runner.offline import LLM
 
         self.llm = LLM(**arguments)
         _pin(os.getpid(), _GUEST_CORE)

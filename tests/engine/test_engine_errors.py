@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.engine.compat.front.engine_errors import (
+from banaserve.engine.compat.engine_errors import (
     CAUSE_ELSEWHERE,
     REMEDIES,
     Remedy,

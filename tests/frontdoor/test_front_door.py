@@ -34,7 +34,7 @@ from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.cli.serve.engine_options import PARALLEL, gives
 from banaserve.cli.serve.launch import check_tls
 from banaserve.engine import engine_args
-from banaserve.engine.compat.front.engine_errors import last_error_in
+from banaserve.engine.compat.engine_errors import last_error_in
 from banaserve.engine.engine_args import refuse_taken
 from banaserve.frontdoor.app import ApiServer
 from banaserve.frontdoor.middleware.admission import BodyLimit, ConcurrencyLimit

@@ -19,7 +19,7 @@ from banaserve.base.errors import MigrationError, UserError
 from banaserve.base.run_dir import RunDir
 from banaserve.base.types import InstanceId
 from banaserve.contracts.migration_api import MoveLayers, ShareRequest
-from banaserve.migration.guest.environment import ComputeThrottle
+from banaserve.migration.guest.throttle import ComputeThrottle
 from banaserve.serving.moves.guest_monitor import GuestMonitor
 from banaserve.serving.moves.guest_pool import GuestPool
 from banaserve.serving.moves.guest_sharing import predicted_slow_down, share

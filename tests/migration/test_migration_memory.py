@@ -24,7 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from banaserve.base.errors import ProtocolError, UserError
 from banaserve.base.platform.stall_watch import Pulse
-from banaserve.migration.guest.environment import run_low_priority, start_threads
+from banaserve.migration.guest.throttle import run_low_priority, start_threads
 from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker, spans
 from banaserve.migration.kv.host_kv import HostKv, blocks_gained, make_slab
 from banaserve.migration.kv.slabs import GpuSlab, Slab, merged
@@ -301,7 +301,7 @@ def test_threads_that_serve_do_not_give_way(name: str, tmp_path: Path) -> None:
 
 IN_PARALLEL = """
 import os, sys, torch
-from banaserve.migration.guest.environment import run_low_priority, start_threads
+from banaserve.migration.guest.throttle import run_low_priority, start_threads
 from banaserve.transport.interface import TransportOptions
 from banaserve.transport.registry import create
 

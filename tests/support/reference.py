@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from banaserve.engine.compat.front.engine_errors import last_error
+from banaserve.engine.compat.engine_errors import last_error
 from fork_server import ForkServer
 
 REFUSED = 3

@@ -18,7 +18,7 @@ from banaserve.base.errors import MigrationError, ProtocolError, UserError
 from banaserve.base.fail_points import FailPoint, reach
 from banaserve.base.platform import huge_pages
 from banaserve.engine.compat.config import VllmConfig, adopt_kv_layout, is_on_cpu
-from banaserve.migration.guest.environment import ComputeThrottle, run_low_priority
+from banaserve.migration.guest.throttle import ComputeThrottle, run_low_priority
 from banaserve.migration.modules.partial_model import device_of
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.gpu_lane import GuestLane
