@@ -121,7 +121,7 @@ class GuestUnit(ABC):
             end += -(-kv.num_blocks * num_bytes // PAGE_BYTES) * PAGE_BYTES
         self._region = self._transport.offer(end, epoch)
         raw = torch.from_numpy(self._region.memory.view())
-        caches: dict[str, torch.Tensor] = {}
+        caches = {}
         for name, start in self.places.items():
             self._back(start, request.num_backed_blocks * block_bytes[name])
             cache = raw[start : start + kv.num_blocks * block_bytes[name]].view(dtype)
