@@ -65,7 +65,7 @@ class Stepped:
     """An engine whose steps are taken one by one."""
 
     def __init__(self, model: str, seed: int) -> None:
-        from banaserve.engine.compat.offline import LLM
+        from banaserve.engine.compat.runner.offline import LLM
 
         self._engine: Any = LLM(
             model=model,
@@ -111,7 +111,7 @@ class Stepped:
         return took_s
 
     def _ask(self, tokens: int, output: int) -> None:
-        from banaserve.engine.compat.offline import SamplingParams
+        from banaserve.engine.compat.runner.offline import SamplingParams
 
         prompt = self._draws.choices(range(100, 40_000), k=tokens)
         params = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
@@ -119,7 +119,7 @@ class Stepped:
         self._engine.add_request(str(self._count), {"prompt_token_ids": prompt}, params)
 
     def _is_prefilling(self, batch: int) -> bool:
-        from banaserve.engine.compat.offline import running_requests
+        from banaserve.engine.compat.runner.offline import running_requests
 
         running = running_requests(self._engine)
         decoding = [r for r in running if r.num_computed_tokens >= r.num_prompt_tokens]

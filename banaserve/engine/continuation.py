@@ -31,7 +31,6 @@ def logprob_rows(position: Mapping[int, Any], token_id: int) -> tuple[list[int],
 
     Args:
         position: ``logprob`` and ``rank`` by token id, of the sampled and the likeliest tokens.
-        token_id: Id of the sampled token.
 
     Returns:
         Token ids and their log probabilities, the sampled token first and then the likeliest ones

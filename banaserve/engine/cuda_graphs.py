@@ -17,9 +17,6 @@ def choose_graphs(args: Namespace) -> bool:
     """Return whether engines need ``GRAPHS_VARIABLE`` for their modules to move.
 
     False if the user has set it, or asked for --enforce-eager, full graphs or compiled code.
-
-    Args:
-        args: vLLM's parsed options of engines whose modules should be able to move.
     """
     asked = args.compilation_config
     return (

@@ -138,10 +138,7 @@ def _with_states(args: Namespace, config: VllmConfig) -> VllmConfig:
     """Return the configuration for a model with states (Mamba, linear attention) beside KV blocks.
 
     The store keeps the states after prefixes, so vLLM's prefix cache, which would keep more states,
-    is off: a sequence has only its newest state.
-
-    Raises:
-        UserError: An option requires more states.
+    is off: a sequence has only its newest state. An option that requires more states is refused.
     """
     architecture = config.model_config.architecture
     for option, is_given in (
@@ -193,15 +190,9 @@ def load_parsers(args: Namespace) -> None:
 
 
 def store_options(socket_path: str, salt: str, *, cost_gate: bool = True) -> list[str]:
-    """Return vLLM's options that put the store's connector into every engine.
+    """Return vLLM's options for the store's connector, with those of ``ConnectorOptions``.
 
     Blocks whose fetch fails are computed again rather than failing the request.
-
-    Args:
-        socket_path: Path of the store's socket.
-        salt: Salt of the block keys; deployments with different salts share no blocks.
-        cost_gate: True if only the part of a prefix that shortens its step is fetched; otherwise
-            all of it.
     """
     transfer = {
         "kv_connector": STORE_CONNECTOR,
@@ -259,7 +250,6 @@ def refuse_taken(args: Namespace, config: ServeConfig, model: str) -> None:
     """Refuse options that were given to vLLM and that banaserve would not follow.
 
     Args:
-        args: vLLM's parsed options, including those that banaserve passes.
         model: Model that banaserve passes to vLLM to load.
 
     Raises:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from banaserve.base.platform import huge_pages
-from banaserve.engine.compat import runner_hooks
 from banaserve.engine.compat.config import VllmConfig, is_on_cpu
+from banaserve.engine.compat.runner import hooks as runner_hooks
 from banaserve.engine.continuation import output_of
 from banaserve.engine.process_groups import share_group
 

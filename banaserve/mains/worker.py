@@ -10,9 +10,9 @@ import gc
 
 from banaserve.contracts.rpc.engine_api import WorkerApi
 from banaserve.contracts.rpc.typed_rpc import implements
-from banaserve.engine.compat import runner_hooks
 from banaserve.engine.compat.config import VllmConfig
 from banaserve.engine.compat.kv_connector import get_kv_transfer_group, has_kv_transfer_group
+from banaserve.engine.compat.runner import hooks as runner_hooks
 from banaserve.engine.compat.runner.model import unname_shared_memory
 from banaserve.engine.runner_setup import prepare_runners
 from banaserve.kvstore.fingerprint import Fingerprint

@@ -24,11 +24,7 @@ _WHOLE_MODEL_QUANTISATION = ("bitsandbytes", "gguf", "torchao")
 
 
 def check_config(config: VllmConfig) -> None:
-    """Refuse an engine whose configuration alone rules out migration.
-
-    Raises:
-        MigrationError: The message has the reason and the remedy, if there is one.
-    """
+    """Refuse with the reason an engine whose configuration alone rules out migration."""
     reason = _config_blocker(config)
     if reason is not None:
         raise MigrationError(f"this engine cannot migrate: {reason}")
@@ -106,9 +102,6 @@ def overlap_blocker(config: VllmConfig) -> str:
 def check_groups(groups: Iterable[Any]) -> None:
     """Refuse models that mix kinds of attention.
 
-    Args:
-        groups: vLLM's KV cache groups.
-
     Raises:
         MigrationError: There is not exactly one group of full attention, with keys and values or
             with latents.
@@ -149,11 +142,7 @@ def find_layers(model: nn.Module, names: Mapping[int, str]) -> tuple[str, nn.Mod
 
 
 def check_heads(attention: Any, name: str) -> None:
-    """Refuse to split an attention whose heads differ or have no KV of their own.
-
-    Raises:
-        MigrationError: The attention cannot be split; the message has the reason.
-    """
+    """Refuse with the reason to split an attention whose heads differ or have no own KV."""
     if getattr(attention, "kv_lora_rank", None) is not None:
         raise MigrationError(
             f"{name} keeps one latent for all of its heads: move the whole layer instead"
@@ -168,9 +157,6 @@ def check_heads(attention: Any, name: str) -> None:
 
 def check_tensors(kv_caches: Mapping[str, Any], layout: str) -> None:
     """Refuse a KV cache whose layers cannot be given slabs of their own.
-
-    Args:
-        layout: vLLM's name of the cache's layout.
 
     Raises:
         MigrationError: A block is not one run of bytes, head by head, or caches are on several

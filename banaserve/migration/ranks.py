@@ -83,10 +83,6 @@ class Ranks:
     def step(self, work: Callable[[], T], give_up: Callable[[str], GuestLostError]) -> T:
         """Return the guest's answer to its part of a step, if the guests of all ranks answer.
 
-        Args:
-            work: Function that returns the answer of this rank's guest process.
-            give_up: Function that ends the guest's process of this rank.
-
         Raises:
             GuestLostError: A guest process has not answered; this rank's is given up then, too.
         """

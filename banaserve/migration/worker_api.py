@@ -7,7 +7,7 @@ from enum import Enum
 import msgspec
 
 from banaserve.contracts.move_phase import MovePhase
-from banaserve.migration.microbatch.status import OverlapStatus
+from banaserve.migration.microbatch.overlap import OverlapStatus
 from banaserve.migration.rpc.messages import GuestAddress, GuestUsage
 from banaserve.migration.units.registry import AnyUnit
 
@@ -26,7 +26,6 @@ class GuestLinkStatus(msgspec.Struct, frozen=True):
     Attributes:
         reason: Reason why the guest was lost; empty if it was not.
         round_trips: Number of answers of the guest to parts of steps.
-        share: Share of its target's device that the guest may take, in (0, 1].
         steps_saved: Number of these answers whose blocks the guest saved to the store itself.
         way: Transport of memory of GPUs by which KV and large tensors of steps pass, or the reason
             why they go through host memory; empty on a CPU.
@@ -47,21 +46,13 @@ class MoveFacts(msgspec.Struct, omit_defaults=True):
 
     Attributes:
         prepare_s: Time to build the unit in its target, or to make room for it at home.
-        weight_bytes: Bytes of weights that the guest loaded.
-        rounds: Number of rounds of copies while the source served.
-        precopy_bytes: KV bytes copied in these rounds, including a round under way.
         planned_bytes: KV bytes of all copies that have begun, copied or not yet.
-        precopy_s: Time of these rounds.
-        commit_blocks: Number of blocks copied at the standstill.
-        commit_bytes: KV bytes of the blocks copied at the standstill.
-        copy_s: Time to copy at the standstill.
         activate_s: Time from the end of this copy until the target was ready to serve.
         swap_s: Time from then until the model's proxies were in place.
         stall_s: Stall of the engine: ``copy_s + activate_s + swap_s``.
         predicted_bytes: KV bytes that moved away, of the pool that the engine started with.
         freed_bytes: Bytes given back as the kernel counts them. This and ``predicted_bytes`` are
             measured if the source was the host.
-        free_s: Time to give the memory back.
     """
 
     rounds: int = 0
@@ -90,11 +81,8 @@ class MoveReport(msgspec.Struct, frozen=True):
     """Progress of a move.
 
     Attributes:
-        target: Id of the guest that the unit goes to; None for home.
-        reason: Reason of the failure; empty if the move has not failed.
         dirty_blocks: Number of blocks written and not copied yet; None if no copy has begun, or
             copies are over.
-        facts: Measurements so far.
     """
 
     move_id: str
@@ -107,11 +95,7 @@ class MoveReport(msgspec.Struct, frozen=True):
 
 
 class CommitReport(msgspec.Struct, frozen=True):
-    """Report of a move after its commit.
-
-    Attributes:
-        epoch: Epoch of the placement that the commit has made.
-    """
+    """Report of a move after its commit."""
 
     move: MoveReport
     epoch: int
@@ -121,8 +105,6 @@ class UnitStatus(msgspec.Struct, frozen=True):
     """Unit that is away.
 
     Attributes:
-        guest_id: Id of the guest that runs the unit.
-        epoch: Epoch of the placement that activated the unit there.
         num_older_blocks: Number of KV blocks that the guest holds of a context; None for other
             kinds of units.
     """
@@ -138,11 +120,7 @@ class KvStatus(msgspec.Struct, frozen=True):
     """KV cache of a host.
 
     Attributes:
-        num_blocks: Number of blocks of the pool when the engine started.
-        max_blocks: Number of blocks for which room is reserved.
         blocks_gained: Number of blocks by which the pool may be larger than at the start.
-        page_bytes: Bytes of one block of one layer.
-        num_layers: Number of layers of the model.
         resident_bytes: Memory that backs the cache, in bytes; None if it was not asked for.
         written_blocks: Number of blocks that steps have written since the start, or since KV was
             last lost.
@@ -161,11 +139,6 @@ class HostStatus(msgspec.Struct, frozen=True):
     """Placement, guests and moves as the host of a migration knows them.
 
     Attributes:
-        epoch: Epoch of the placement; grows with each change of the placement.
-        guests: Guests by id.
-        moves: Moves under way and the last ended ones, by id.
-        units: Units that are away.
-        guests_lost: Number of guests with a unit that were lost since the start.
         steps_lost: Number of steps lost since the start; these steps were run again.
         graph_sizes: Tokens of each CUDA graph that steps replay now; None without graphs.
         graphs_captured: Number of graphs captured again, for modules that are away.

@@ -8,13 +8,13 @@ from typing import Any
 
 from banaserve.contracts.move_phase import ModelGeometry
 from banaserve.engine.compat import engine as compat
-from banaserve.engine.compat import runner_hooks
 from banaserve.engine.compat.config import VllmConfig, element_bytes
 from banaserve.engine.compat.kv_connector import get_kv_transfer_group
+from banaserve.engine.compat.runner import hooks as runner_hooks
 from banaserve.engine.connector.metadata import StepPlan
 from banaserve.engine.connector.scheduler_side.scheduler import scheduled, work_of
 from banaserve.migration.host.host import MigrationHost
-from banaserve.migration.time_hook import REAL_TIME, TimeHook
+from banaserve.migration.host.time_hook import REAL_TIME, TimeHook
 from banaserve.migration.units.base import MigrationUnit
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.costs.transfers import Copied

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from banaserve.contracts.move_phase import ModelGeometry
-from banaserve.migration.time_hook import TimeHook
+from banaserve.migration.host.time_hook import TimeHook
 from banaserve.migration.units.base import MigrationUnit
 from banaserve.pacing.pacer import Pacer
 from banaserve.pacing.placement_cost import modelled

@@ -34,7 +34,7 @@ def main() -> int:
     os.dup2(2, 1)  # what vLLM prints is no answer
     set_environment()
     from banaserve.engine.compat.kv_connector import get_kv_transfer_group
-    from banaserve.engine.compat.offline import LLM, SamplingParams, scheduler_connector
+    from banaserve.engine.compat.runner.offline import LLM, SamplingParams, scheduler_connector
     from benchmarks.drivers.traced_connector import CopyOptions
 
     engine = LLM(model, **_engine_options(socket))

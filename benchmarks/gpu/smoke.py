@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     import torch
 
-    from banaserve.engine.compat.offline import LLM, SamplingParams
+    from banaserve.engine.compat.runner.offline import LLM, SamplingParams
 
     with tempfile.TemporaryDirectory(prefix="smoke-") as folder:
         path = make_model(given.size, Path(folder), "bfloat16")

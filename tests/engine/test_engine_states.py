@@ -24,10 +24,16 @@ from vllm.v1.kv_cache_interface import (
 
 from banaserve.base.errors import UserError
 from banaserve.engine.compat import kv_cache as compat
-from banaserve.engine.connector.cache_groups import CacheGroups, describe_states, pages
+from banaserve.engine.connector.cache_groups import (
+    CacheGroups,
+    block_ends,
+    chunk_end,
+    describe_states,
+    pages,
+    state_keys,
+)
 from banaserve.engine.connector.handover import Handover
 from banaserve.engine.connector.scheduler_side.scheduler import StoreConnectorScheduler
-from banaserve.engine.connector.states import block_ends, chunk_end, state_keys
 from tests.engine.test_engine_matcher import BLOCK, HIT, MISS, PENDING, STEP_TOKENS, Bench
 
 PAGE_BYTES = 512

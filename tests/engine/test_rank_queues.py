@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
 
-from banaserve.engine.compat.runner_hooks import shorten_spinning
+from banaserve.engine.compat.runner.hooks import shorten_spinning
 from depth import IS_LONG
 from waiting import lasts
 

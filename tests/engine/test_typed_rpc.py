@@ -18,7 +18,7 @@ from banaserve.contracts.rpc.engine_api import CoreApi, PoolResize, PoolStatus, 
 from banaserve.contracts.rpc.typed_rpc import RemoteCall, call, implements
 from banaserve.contracts.trace_events import EngineAnswer, EngineNotes
 from banaserve.kvstore.fingerprint import Fingerprint
-from banaserve.migration.microbatch.status import OverlapStatus, OverlapTimes
+from banaserve.migration.microbatch.overlap import OverlapStatus, OverlapTimes
 from banaserve.migration.rpc.messages import GuestAddress, GuestUsage
 from banaserve.migration.units.context import Context
 from banaserve.migration.units.experts import ExpertSet

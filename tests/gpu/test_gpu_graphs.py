@@ -15,8 +15,8 @@ pytest.importorskip("vllm")
 from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture
 
 from banaserve.engine.compat.runner.graphs import beside_other_threads
-from banaserve.migration.kv.device_wait import no_wait, wait_for
-from banaserve.migration.modules.eager_break import call_in_break
+from banaserve.migration.kv.slabs import no_wait, wait_for
+from banaserve.migration.modules.step_graphs import call_in_break
 
 CUDA = torch.device("cuda", 0)
 ROWS, WIDTH = 8, 256

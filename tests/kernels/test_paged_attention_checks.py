@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("vllm")
 
 from banaserve.base.errors import GuestLostError, MigrationError, UserError
-from banaserve.engine.compat.runner_hooks import window_tokens
+from banaserve.engine.compat.runner.hooks import window_tokens
 from banaserve.engine.connector import block_hash
 from banaserve.engine.migration_settings import KEY, settings_of
 from banaserve.kernels.layouts import key_value_views
@@ -24,7 +24,7 @@ from banaserve.migration import checks
 from banaserve.migration.modules import attention_backend, partial_model
 from banaserve.migration.modules.attention_backend import attention_blocker, kernels_for
 from banaserve.migration.modules.head_attention import KernelsHeadAttention
-from banaserve.migration.modules.head_split import SplitAttention
+from banaserve.migration.modules.head_split import SplitHeads
 from banaserve.migration.modules.paged_attention import (
     KernelsAttention,
     StepBatches,
@@ -398,14 +398,14 @@ class Guest:
         self._lost = lost
         self._output = torch.empty(0)
 
-    def submit(self, *parts: torch.Tensor) -> None:
+    def submit(self, _: str, *parts: torch.Tensor) -> None:
         metadata = self._attention.metadata(self._step.common)  # type: ignore[arg-type]
         self._output = self._attention.run(metadata, self._step.slots[self._step.new], *parts)
 
-    def collect(self) -> torch.Tensor:
+    def collect(self, _: torch.Tensor) -> list[torch.Tensor]:
         if self._lost:
             raise GuestLostError("gone")
-        return self._output
+        return [self._output]
 
 
 @pytest.mark.parametrize("groups", [[[1]], [[0, 2]], [[2], [0]], [[0, 1, 2]], [[1, 2], [0]]])
@@ -420,13 +420,15 @@ def test_heads_apart_are_the_whole_layer(groups: list[list[int]]) -> None:
     step.write_old(old)
     attention.kv_cache[:, here] = old[:, here]
     lost: list[Any] = []
-    split = SplitAttention(None, attention, "l", step, lambda *e: lost.append(e))  # type: ignore[arg-type]
-    split.arrange({tuple(group): Guest(step, group) for group in groups})  # type: ignore[misc]
+    split = SplitHeads(None, attention, "l", step, lambda *e: lost.append(e))  # type: ignore[arg-type]
+    for group in groups:
+        split.arrange(str(group), group, Guest(step, group))  # type: ignore[arg-type]
     assert torch.allclose(step_of(attention, step), step.expected(), atol=2e-6)
     away = [head for group in groups for head in group]
     assert attention.kv_cache[:, away].isnan().all(), "their keys and values left"
     assert kernels_of(attention.impl) is KERNELS
-    split.arrange({})
+    for group in groups:
+        split.arrange(str(group), group, None)
     assert attention.impl is whole
     assert lost == []
 
@@ -436,8 +438,8 @@ def test_heads_whose_guest_is_lost_are_zero() -> None:
     take_kernels(KERNELS, {"a": attention}, ["a"])
     step.write_old(attention.kv_cache)
     lost: list[Any] = []
-    split = SplitAttention(None, attention, "l", step, lambda *e: lost.append(e))  # type: ignore[arg-type]
-    split.arrange({(1,): Guest(step, [1], lost=True)})  # type: ignore[dict-item]
+    split = SplitHeads(None, attention, "l", step, lambda *e: lost.append(e))  # type: ignore[arg-type]
+    split.arrange("u", [1], Guest(step, [1], lost=True))  # type: ignore[arg-type]
     output = step_of(attention, step)
     assert len(lost) == 1
     assert not output[:, 2:4].any()
@@ -461,8 +463,8 @@ def test_where_vllms_own_reads_the_same_kv_only_splits_take_the_kernels() -> Non
     calls.clear()
     attention.kv_cache.fill_(float("nan"))
     step.write_old(attention.kv_cache)
-    split = SplitAttention(None, attention, "l", step, lambda *_: None)  # type: ignore[arg-type]
-    split.arrange({(1,): Guest(step, [1])})  # type: ignore[dict-item]
+    split = SplitHeads(None, attention, "l", step, lambda *_: None)  # type: ignore[arg-type]
+    split.arrange("u", [1], Guest(step, [1]))  # type: ignore[arg-type]
     assert torch.allclose(step_of(attention, step), step.expected(), atol=2e-6)
     assert calls == ["write"], "of all heads, as a CUDA graph writes them, which is kept"
 

@@ -10,22 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("vllm")
 
 from banaserve.base.errors import UserError
 from banaserve.kernels.interface import Batch, PartialAttention
 from banaserve.migration.host.placement import PlacementManager
-from banaserve.migration.modules.context_split import RemoteContext
-from banaserve.migration.modules.head_split import RemoteHeads
-from banaserve.migration.modules.remote_layers import RemoteLayers
+from banaserve.migration.modules.layer_proxy import RemoteLayers
+from banaserve.migration.modules.split_attention import RemoteAttention
 from banaserve.migration.ranks import Ranks
 from banaserve.migration.rpc import tensors
-from banaserve.migration.rpc.messages import AttentionSlice, GuestAddress, KvShape
+from banaserve.migration.rpc.messages import AttentionSlice, Build, GuestAddress, KvShape
 from banaserve.migration.rpc.tensors import TensorBundle, restore, to_wire
 from banaserve.migration.units import guest_unit
-from banaserve.migration.units.context import BuildContext, GuestContext
-from banaserve.migration.units.heads import BuildHeads, DescribedStep, GuestHeads
+from banaserve.migration.units.context import Context, GuestContext
+from banaserve.migration.units.heads import GuestHeads, HeadSet
 from banaserve.migration.units.layers import LayerRange
 from banaserve.serving.launch import launcher as launchers
 from banaserve.serving.launch.devices import Devices, check_groups
@@ -75,17 +75,21 @@ def link_of(*values: torch.Tensor) -> Any:
     )
 
 
+class Layer(nn.Module):
+    def forward(self, hidden_states: Any, residual: Any) -> Any:
+        return hidden_states, residual
+
+
 def test_a_guests_answers_go_to_the_hosts_device() -> None:
     step_context: Any = SimpleNamespace(num_tokens=3)
     residence: Any = SimpleNamespace(link=link_of(torch.zeros(3, 8), torch.zeros(3, 8)))
     hidden = torch.empty(3, 8, device=META)
-    layers = RemoteLayers(residence, step_context, Ranks()).collect(hidden)
-    assert [value.device for value in layers if value is not None] == [META] * 2
-    heads = RemoteHeads(residence, "l", step_context)
-    heads._query = hidden
-    assert heads.collect().device == META
-    part = RemoteContext(residence, None, step_context).collect(hidden)  # type: ignore[arg-type]
-    assert {tensor.device for tensor in part} == {META}
+    model = nn.ModuleList([Layer()])
+    layers = RemoteLayers(model, [0], ["l"], step_context, Ranks(), lambda *_: None)
+    layers.arrange(residence)
+    assert [value.device for value in layers.collect(hidden)] == [META] * 2
+    attention = RemoteAttention(residence, step_context)
+    assert [value.device for value in attention.collect(hidden, hidden)] == [META] * 2
 
 
 class Kernels:
@@ -123,7 +127,8 @@ SLICE = AttentionSlice("l", HEADS, HEADS, HEAD_SIZE, 0.125, None, None)
 def test_heads_of_a_guest_are_written_and_attended_on_its_device(
     kernels: Kernels, crossed: list[Any]
 ) -> None:
-    unit = GuestHeads(None, None, DescribedStep(), BuildHeads("u", SHAPE, 2, (SLICE,)), 1)  # type: ignore[arg-type]
+    build = Build("u", SHAPE, 2, HeadSet({0: tuple(range(HEADS))}), slices=(SLICE,))
+    unit = GuestHeads(None, None, build, 1)  # type: ignore[arg-type]
     ints = {
         "query_start_loc": [0, 2], "query_start_loc_cpu": [0, 2], "seq_lens": [2],
         "block_table_tensor": [[1]], "slot_mapping": [4, 5],
@@ -148,7 +153,8 @@ def test_heads_of_a_guest_are_written_and_attended_on_its_device(
 
 
 def test_older_blocks_of_a_guest_are_read_on_its_device(kernels: Kernels) -> None:
-    unit = GuestContext(None, None, BuildContext("u", SHAPE, 0, (SLICE,)), 1)  # type: ignore[arg-type]
+    build = Build("u", SHAPE, 0, Context(0, 1), slices=(SLICE,))
+    unit = GuestContext(None, None, build, 1)  # type: ignore[arg-type]
     ints = torch.int32
     fields = {
         "block_table": torch.tensor([[1, 2]], dtype=ints),

@@ -17,13 +17,13 @@ import torch
 from banaserve.base.errors import GuestLostError, MigrationError
 from banaserve.migration.host import block_mover
 from banaserve.migration.host.block_mover import BlockMover
-from banaserve.migration.host.unit_builder import UnitBuilder
+from banaserve.migration.host.move import UnitBuilder
+from banaserve.migration.host.time_hook import REAL_TIME, TimeHook
 from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker
 from banaserve.migration.kv.host_kv import HostKv, KvRun
 from banaserve.migration.kv.remote_kv import BACKGROUND_GRACE_S, STEP_GRACE_S, RemoteKv
 from banaserve.migration.kv.store_copier import StoreCopier
 from banaserve.migration.rpc import messages
-from banaserve.migration.time_hook import REAL_TIME, TimeHook
 from banaserve.migration.units.base import MigrationUnit
 from banaserve.migration.units.context import Context
 from banaserve.migration.units.heads import HeadSet
@@ -332,7 +332,7 @@ def test_a_unit_whose_kv_cannot_be_mapped_leaves_nothing_behind(
     monkeypatch.setattr("banaserve.transport.regions.shared_file.populate", no_memory)
     with pytest.raises(MigrationError, match="Cannot allocate memory"):
         build(host, link)
-    assert link.asked == ["BuildLayers", "ReleaseUnit"]
+    assert link.asked == ["Build", "ReleaseUnit"]
     assert not link.given_up
     assert not transports[0]._opened  # type: ignore[attr-defined]
 

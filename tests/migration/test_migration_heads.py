@@ -14,13 +14,8 @@ import pytest
 import torch
 
 from banaserve.base.errors import GuestLostError
-from banaserve.migration.modules.head_split import (
-    RemoteHeads,
-    RunHeads,
-    SplitAttention,
-    VllmHeads,
-    _Away,
-)
+from banaserve.migration.modules.head_split import SplitHeads, VllmHeads, _Away
+from banaserve.migration.modules.split_attention import RemoteAttention, RunAttention
 from banaserve.migration.rpc import guest_client, messages
 from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.migration.rpc.tensors import TensorBundle, from_wire, to_wire
@@ -54,7 +49,7 @@ class Echo:
 
     def _answer(self, message: Message) -> None:
         request = decode_request(message.body)
-        assert isinstance(request, RunHeads)
+        assert isinstance(request, RunAttention)
         self.asked.append(len(message.tensors[0].shape))
         outputs: Any = messages.StepOutputs((0,))
         tensor = 2 * from_wire(message.tensors[0])
@@ -78,18 +73,22 @@ def link() -> Iterator[tuple[GuestClient, Echo]]:
     echo.join()
 
 
-def attention(link: GuestClient, lost: list[str]) -> SplitAttention:
+def attention(link: GuestClient, lost: list[str]) -> SplitHeads:
     """Of three KV heads with two query heads each; heads 0 and 2, and head 1, are in one guest."""
     layer: Any = SimpleNamespace(num_heads=6, num_kv_heads=3, impl=None, kv_cache=torch.empty(0))
     step_context: Any = SimpleNamespace(step_id=1, fields=dict, num_tokens=NUM_TOKENS)
-    split = SplitAttention(None, layer, "l", step_context, lambda _, e: lost.append(str(e)))
-    units = [SimpleNamespace(unit_id=name, working_epoch=1, link=link) for name in ("a", "b")]
-    here = [RemoteHeads(unit, "l", step_context) for unit in units]  # type: ignore[arg-type]
-    split.arrange({(0, 2): here[0], (1,): here[1]})
+    split = SplitHeads(None, layer, "l", step_context, lambda _, e: lost.append(str(e)))
+    none_here = VllmHeads(None, layer, None, "l", [], step_context)  # type: ignore[arg-type]
+    split._stay = lambda here: none_here  # type: ignore[method-assign]
+    for unit_id, heads in (("a", (0, 2)), ("b", (1,))):
+        residence: Any = SimpleNamespace(
+            unit_id=unit_id, working_epoch=1, link=link, described_step=0
+        )
+        split.arrange(unit_id, heads, RemoteAttention(residence, step_context))
     return split
 
 
-def step(split: SplitAttention) -> tuple[torch.Tensor, torch.Tensor]:
+def step(split: SplitHeads) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries of one step, and the attention's output."""
     query = torch.randn(NUM_TOKENS, 6, HEAD_SIZE, generator=torch.Generator().manual_seed(0))
     new = torch.zeros(NUM_TOKENS, 3, HEAD_SIZE)
@@ -215,7 +214,7 @@ def _flipped(outputs: Any, tensor: torch.Tensor) -> Any:
         (_no_text, "no guest's answer"),
         (lambda _, t: (messages.StepOutputs((3,)), t), "did not come"),
         (lambda _, t: (messages.StepOutputs((-1,)), t), "did not come"),
-        (lambda _, t: (messages.StepOutputs(()), t), "another shape"),
+        (lambda _, t: (messages.StepOutputs(()), t), "0 tensors, not 1"),
         (lambda _, t: (messages.StepOutputs((None,)), t), "another shape"),
         (lambda o, t: (o, t[:-1]), "another shape"),
         (lambda o, t: (o, t.double()), "another shape"),
@@ -239,11 +238,11 @@ def test_heads_here_are_computed_while_a_guest_has_the_others() -> None:
     events: list[str] = []
     layer: Any = SimpleNamespace(num_heads=6, num_kv_heads=3, impl=None, kv_cache=torch.empty(0))
     step_context: Any = SimpleNamespace(metadata=lambda builder: None)
-    split = SplitAttention(None, layer, "l", step_context, lambda *_: None)  # type: ignore[arg-type]
+    split = SplitHeads(None, layer, "l", step_context, lambda *_: None)  # type: ignore[arg-type]
 
-    def collect() -> torch.Tensor:
+    def collect(query: torch.Tensor) -> list[torch.Tensor]:
         events.append("collected")
-        return torch.ones(NUM_TOKENS, 4, HEAD_SIZE)
+        return [torch.ones_like(query)]
 
     def forward(*_: Any, output: torch.Tensor) -> None:
         events.append("computed")
@@ -260,7 +259,7 @@ def test_heads_here_are_computed_while_a_guest_has_the_others() -> None:
     away: Any = SimpleNamespace(
         link=None, submit=lambda *_: events.append("asked"), collect=collect
     )
-    split._remote = [_Away(torch.tensor([0, 2]), torch.tensor([0, 1, 4, 5]), away)]
+    split._units = {"u": _Away((0, 2), torch.tensor([0, 2]), torch.tensor([0, 1, 4, 5]), away)}
     _, output = step(split)
     assert events == ["asked", "computed", "collected"]
     assert output[:, [0, 1, 4, 5]].eq(1).all()

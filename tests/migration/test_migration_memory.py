@@ -25,10 +25,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from banaserve.base.errors import ProtocolError, UserError
 from banaserve.base.platform.stall_watch import Pulse
 from banaserve.migration.guest.throttle import run_low_priority, start_threads
-from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker
+from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker, spans
 from banaserve.migration.kv.host_kv import HostKv, blocks_gained, make_slab
 from banaserve.migration.kv.slabs import GpuSlab, Slab, merged
-from banaserve.migration.ranges import spans
 from banaserve.migration.rpc.tensors import TensorBundle, from_wire, restore, to_wire
 from banaserve.transport.interface import TransportOptions
 from banaserve.transport.registry import create

@@ -18,8 +18,7 @@ from banaserve.base.errors import GuestLostError
 from banaserve.migration.kv.step_context import StepContext, common_from
 from banaserve.migration.microbatch import overlap
 from banaserve.migration.microbatch.overlap import Overlap
-from banaserve.migration.modules.layer_proxy import LayerChain, RemoteRange
-from banaserve.migration.modules.remote_layers import RemoteLayers, RunLayers
+from banaserve.migration.modules.layer_proxy import LayerChain, RemoteLayers, RunLayers
 from banaserve.migration.ranks import Ranks
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.guest_channel import GuestChannel
@@ -120,10 +119,10 @@ class Host:
             residence: Any = SimpleNamespace(
                 unit_id="u", working_epoch=1, link=guest.link, saves=False
             )
-            where = RemoteLayers(residence, self.step_context, Ranks())
             names = [f"l{n}" for n in range(begin, end)]
-            found = RemoteRange(self.layers, begin, end, names, where, self._on_lost)
-            found.swap_out()
+            arguments = names, self.step_context, Ranks(), self._on_lost
+            found = RemoteLayers(self.layers, range(begin, end), *arguments)
+            found.arrange(residence)
             self.ranges.append(found)
         self.overlap.step_in("")
 
@@ -134,7 +133,7 @@ class Host:
         common: CommonAttentionMetadata = metadata["l0"]
         return common
 
-    def _on_lost(self, error: GuestLostError) -> None:
+    def _on_lost(self, _: GuestClient, error: GuestLostError) -> None:
         self.lost.append(str(error))
 
     def step(
@@ -265,7 +264,7 @@ def test_one_guest_with_two_ranges(
     try:
         host = Host([(0, 2, both), (3, 5, both)], 4)
         for span, name in zip(host.ranges, ("a", "b"), strict=True):
-            span.where._residence.unit_id = name
+            span._residence.unit_id = name
         assert equal([host.step(*batch) for batch in batches()], expected)
     finally:
         both.close()
@@ -300,10 +299,10 @@ def test_a_guest_dies_and_the_other_stays_in_step(
     # Nothing that was dropped is still on the way: the next answer is its own.
     common, positions = next(batches())
     with host.step_context.part(common):
-        host.ranges[1].where.submit(
+        host.ranges[1].submit(
             {"positions": positions, "hidden_states": torch.zeros(5, WIDTH), "residual": None}, 0
         )
-    answer = host.ranges[1].where.collect(torch.zeros(5, WIDTH))
+    answer = host.ranges[1].collect(torch.zeros(5, WIDTH))
     assert all(value is not None and value.shape == (5, WIDTH) for value in answer)
 
 

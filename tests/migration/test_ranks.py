@@ -120,7 +120,9 @@ def test_an_answer_of_another_shape_is_a_failure_of_all(
     all_ranks: Callable[[Work], list[Future[Any]]],
 ) -> None:
     pytest.importorskip("vllm")
-    from banaserve.migration.modules.remote_layers import RemoteLayers
+    from torch import nn
+
+    from banaserve.migration.modules.layer_proxy import RemoteLayers
 
     hidden, given_up = torch.zeros(3, 8), list[str]()
 
@@ -143,7 +145,11 @@ def test_an_answer_of_another_shape_is_a_failure_of_all(
         )
         residence: Any = SimpleNamespace(link=link, unit_id="u", working_epoch=1)
         context: Any = SimpleNamespace(num_tokens=3, fields=dict)
-        return RemoteLayers(residence, context, ranks).run({"hidden_states": hidden})
+        layer = nn.Identity()
+        layer.forward = lambda hidden_states: hidden_states  # type: ignore[method-assign]
+        away = RemoteLayers(nn.ModuleList([layer]), [0], ["l"], context, ranks, lambda *_: None)
+        away.arrange(residence)
+        return away.run({"hidden_states": hidden})
 
     assert [type(end.exception()) for end in all_ranks(step)] == [GuestLostError] * NUM_RANKS
     assert given_up == [OTHER_FAILED] * 2

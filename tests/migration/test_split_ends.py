@@ -15,16 +15,17 @@ from vllm import _custom_ops as ops
 from banaserve.base.errors import GuestLostError, ProtocolError
 from banaserve.migration.kv.dirty_blocks import RemoteBlocks
 from banaserve.migration.kv.host_kv import HostKv
+from banaserve.migration.kv.remote_kv import UnitLocation
 from banaserve.migration.kv.step_context import StepContext
-from banaserve.migration.kv.unit_location import UnitLocation
-from banaserve.migration.modules.context_split import ContextAttention, RemoteContext, RunContext
+from banaserve.migration.modules.context_split import ContextAttention, RemoteContext
 from banaserve.migration.modules.paged_attention import KvPages
+from banaserve.migration.modules.split_attention import RunAttention
 from banaserve.migration.ranks import Ranks
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.migration.rpc.tensors import TensorBundle, from_wire, restore
 from banaserve.migration.units.context import Context, HostContext, OlderBlocks
-from banaserve.migration.units.registry import HostUnits, decode_request
+from banaserve.migration.units.registry import decode_request, make_unit
 from banaserve.transport.channels.connect import over_unix
 from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.interface import Message
@@ -97,7 +98,7 @@ class Ends:
 
     def _answer(self, message: Message) -> None:
         request = decode_request(message.body)
-        assert isinstance(request, RunContext)
+        assert isinstance(request, RunAttention)
         if request.step is not None:
             self.older.describe(request.step_id, restore(request.step, message.tensors))
         query = from_wire(message.tensors[0])
@@ -183,7 +184,7 @@ def test_only_what_is_away_is_poisoned_healed_and_given_back() -> None:
     for tensor in host.tensors.values():
         tensor[:] = 1
     engine = engine_of(host, SimpleNamespace(impl=Inner()), poisons=True)
-    unit = HostUnits(engine).make("u", Context(0, 2))
+    unit = make_unit("u", Context(0, 2), engine)
     assert isinstance(unit, HostContext)
     unit.away.set([1, 2])
     unit.poison()

@@ -20,9 +20,13 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from banaserve.engine.compat.runner import graphs as compat
 from banaserve.engine.compat.runner.experts import join_shared_experts
-from banaserve.migration.modules.eager_break import call_in_break, is_capturing
-from banaserve.migration.modules.remote_layers import without_padding
-from banaserve.migration.modules.step_graphs import WANTED_STEPS, StepGraphs
+from banaserve.migration.modules.layer_proxy import without_padding
+from banaserve.migration.modules.step_graphs import (
+    WANTED_STEPS,
+    StepGraphs,
+    call_in_break,
+    is_capturing,
+)
 
 
 class Captured:

@@ -12,7 +12,7 @@ from banaserve.migration.kv.host_kv import HostKv
 from banaserve.migration.modules.paged_attention import KernelsAttention
 from banaserve.migration.units.base import MigrationUnit
 from banaserve.migration.units.host_unit import HostEngine, HostUnit
-from banaserve.migration.units.registry import HostUnits
+from banaserve.migration.units.registry import make_unit
 
 
 def attended_by_kernels() -> Any:
@@ -43,4 +43,4 @@ def engine_of(
 
 def unit_of(modules: MigrationUnit, host: HostKv) -> HostUnit:
     """Modules that are at home, as a unit."""
-    return HostUnits(engine_of(host)).make("u", modules)
+    return make_unit("u", modules, engine_of(host))

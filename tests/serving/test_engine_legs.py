@@ -15,7 +15,7 @@ from vllm.logprobs import Logprob, append_logprobs_for_next_position
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 from banaserve.engine.compat import engine as compat
-from banaserve.engine.compat.runner_hooks import RewindableGenerator, advance, rewind_failed_loads
+from banaserve.engine.compat.runner.hooks import RewindableGenerator, advance, rewind_failed_loads
 from banaserve.engine.connector.handover import Handover
 from banaserve.engine.continuation import logprob_rows, output_of, with_output
 from banaserve.serving.instances.supervisor import RestartPolicy

@@ -20,7 +20,6 @@ from banaserve.transport.memory import Memory, copy_runs
 from banaserve.transport.regions.descriptor import Offsets, RegionDescriptor
 from banaserve.transport.regions.offered_region import reserve
 from seeded_machine import Machine, Process, Troubles
-from seeded_modules import UnitsOfGuest
 from seeded_threads import KilledError, Thread, VirtualChannel, current, sleep, wait, wake
 
 ACCEPT_S = 60.0
@@ -217,8 +216,6 @@ class GuestProcess:
             config: Any = SimpleNamespace(number=self._weights)
             channel: Any = listener.channel
             server = GuestServer(config, channel, transport, self._address.token)
-            units: Any = UnitsOfGuest(config, transport)
-            server._builder = units
             self.server = server
             server.serve()
         self._end(process)

@@ -14,8 +14,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from banaserve.base.errors import MigrationError
 from banaserve.contracts.rpc.engine_api import CoreApi, PoolResize, PoolStatus
 from banaserve.contracts.rpc.typed_rpc import implements
-from banaserve.engine.compat import runner_hooks
 from banaserve.engine.compat.config import CUDAGraphMode
+from banaserve.engine.compat.runner import hooks as runner_hooks
 from banaserve.engine.connector.worker_side.block_copy import EndedCopy
 from banaserve.engine.migration_settings import MigrationSettings
 from banaserve.migration.host.host import MigrationHost
@@ -23,7 +23,6 @@ from banaserve.migration.host.worker_rpc import MigrationMethods
 from banaserve.migration.kv.host_kv import HostKv, KvRun
 from banaserve.migration.kv.store_copier import StoreCopier
 from banaserve.migration.modules.layer_proxy import RangeProxy
-from banaserve.migration.units.heads import HostHeads
 from banaserve.transport.memory import Memory
 from seeded_modules import (
     BLOCK,
@@ -32,7 +31,7 @@ from seeded_modules import (
     NUM_LAYERS,
     Attention,
     ModelLayer,
-    Splits,
+    SplitDouble,
     kept_of,
     result_of,
 )
@@ -78,11 +77,7 @@ class Runner:
             name: torch.zeros(NUM_BLOCKS, NUM_HEADS, BLOCK, dtype=torch.float32) for name in NAMES
         }
         self.host: Any = MigrationHost(self, SETTINGS, HostKv(kv_caches, SETTINGS.kv_growth))
-        self.host.splits = splits = Splits()
-        anything: Any = splits
-        self.host._unit_makers._makers["heads"] = lambda unit_id, modules: HostHeads(
-            unit_id, modules, self.host.engine, anything
-        )
+        self.host.engine.split_heads = {name: SplitDouble() for name in NAMES}
         runner_hooks.set_host(self, self.host)
         self._results: dict[str, float] = {}
 
@@ -359,8 +354,6 @@ class HostSide:
             if isinstance(module, ModelLayer)
         }
         assert at_home == set(range(NUM_LAYERS)) - gone, f"layers {gone} are away, not the others"
-        proxies = {
-            id(one.span.where) for one in self.runner.model.layers if isinstance(one, RangeProxy)
-        }
+        proxies = {id(one.span) for one in self.runner.model.layers if isinstance(one, RangeProxy)}
         units = [one for one in self.host.placement if one.modules.has_weights]
         assert len(proxies) == len(units)

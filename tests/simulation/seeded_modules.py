@@ -16,13 +16,13 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from banaserve.base.errors import GuestLostError
 from banaserve.migration.kv.step_context import common_from
-from banaserve.migration.modules.head_split import RemoteHeads, RunHeads
-from banaserve.migration.modules.remote_layers import RunLayers
+from banaserve.migration.modules.layer_proxy import RunLayers
+from banaserve.migration.modules.split_attention import RemoteAttention, RunAttention
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.tensors import TensorBundle, from_wire, restore
-from banaserve.migration.units.guest_unit import Answer, GuestServices, GuestUnit
-from banaserve.migration.units.heads import BuildHeads, DescribedStep, HeadStep, HostHeads
-from banaserve.migration.units.layers import BuildLayers
+from banaserve.migration.units.guest_unit import Answer, DescribedStep, GuestServices, GuestUnit
+from banaserve.migration.units.heads import HeadStep
+from banaserve.migration.units.layers import LayerRange
 from banaserve.serving.moves.sizes import ModelFacts
 from banaserve.transport.interface import Tensor, Transport
 from seeded_threads import sleep
@@ -112,42 +112,37 @@ class ModelLayer(nn.Module):
         host = self._runner[0].host
         name, common = NAMES[self._number], host.step_context.common
         tokens, outputs = hidden_states[:, 0], hidden_states[:, 1].clone()
-        away = {unit: unit.residence for unit in host.splits.away(name)}
-        gone = {head for unit in away for head in unit.heads(name)}
-        for unit, residence in away.items():
-            outputs += self._elsewhere(host, residence, unit.heads(name), tokens)
+        away = list(host.engine.split_heads[name].units.values())
+        gone = {head for heads, _ in away for head in heads}
+        for heads, remote in away:
+            outputs += self._elsewhere(host, remote, heads, tokens)
         if here := [head for head in range(NUM_HEADS) if head not in gone]:
             kept = kept_of_heads(tokens, self._number, here, self._weights)
             outputs += attend(host.kv.tensors[name], common, kept, here)
         return torch.stack([tokens, outputs], dim=1)
 
     def _elsewhere(
-        self, host: Any, residence: Any, heads: Sequence[int], tokens: torch.Tensor
+        self, host: Any, remote: RemoteAttention, heads: Sequence[int], tokens: torch.Tensor
     ) -> torch.Tensor:
-        remote = RemoteHeads(residence, NAMES[self._number], host.step_context)
         query = kept_of_heads(tokens, self._number, heads, self._weights)[:, :, None]
         try:
-            remote.submit(query, query, query)
-            return remote.collect()[:, 0, 0]
+            remote.submit(NAMES[self._number], query, query, query)
+            return remote.collect(query)[0][:, 0, 0]
         except GuestLostError as error:
-            host.guest_lost(residence.link, error)
+            host.guest_lost(remote.link, error)
             return torch.zeros(len(tokens), dtype=torch.float64)
 
 
-class Splits:
-    """Units of heads that are away; see ``HeadSplits``."""
+class SplitDouble:
+    """Heads of one attention that are away, by unit; see ``SplitHeads``."""
 
     def __init__(self) -> None:
-        self._units: dict[str, HostHeads] = {}
+        self.units: dict[str, tuple[Sequence[int], RemoteAttention]] = {}
 
-    def put(self, unit: HostHeads) -> None:
-        if unit.residence is None:
-            self._units.pop(unit.unit_id, None)
-        else:
-            self._units[unit.unit_id] = unit
-
-    def away(self, name: str) -> list[HostHeads]:
-        return [unit for unit in self._units.values() if name in unit.names]
+    def arrange(self, unit_id: str, heads: Sequence[int], where: RemoteAttention | None) -> None:
+        self.units.pop(unit_id, None)
+        if where is not None:
+            self.units[unit_id] = heads, where
 
 
 # ---- in a guest
@@ -164,7 +159,7 @@ class _Kept(GuestUnit):
         self,
         config: Any,
         transport: Transport,
-        request: messages.Build,
+        request: messages.Build[Any],
         heads: Mapping[str, int],
         epoch: int,
     ) -> None:
@@ -185,8 +180,8 @@ class GuestLayersDouble(_Kept):
 
     serves = RunLayers
 
-    def __init__(self, config: Any, transport: Transport, request: BuildLayers, epoch: int) -> None:
-        self._layers = range(request.start, request.end)
+    def __init__(self, config: Any, transport: Transport, request: Any, epoch: int) -> None:
+        self._layers = request.modules.layers
         heads = {NAMES[layer]: NUM_HEADS for layer in self._layers}
         super().__init__(config, transport, request, heads, epoch)
         self.weight_bytes = 1000 * len(heads)
@@ -210,21 +205,14 @@ class GuestLayersDouble(_Kept):
 class GuestHeadsDouble(_Kept):
     """Heads, whose keys the host computes; see ``GuestHeads``."""
 
-    serves = RunHeads
+    serves = RunAttention
 
-    def __init__(
-        self,
-        config: Any,
-        transport: Transport,
-        described: DescribedStep,
-        request: BuildHeads,
-        epoch: int,
-    ) -> None:
+    def __init__(self, config: Any, transport: Transport, request: Any, epoch: int) -> None:
         heads = {part.name: part.num_kv_heads for part in request.slices}
         super().__init__(config, transport, request, heads, epoch)
-        self._described = described
+        self._described: DescribedStep[HeadStep] = DescribedStep()
 
-    def serve(self, request: RunHeads, tensors: Sequence[Tensor], _: GuestServices) -> Answer:
+    def serve(self, request: RunAttention, tensors: Sequence[Tensor], _: GuestServices) -> Answer:
         if request.step is not None:
             common = common_from(restore(request.step, tensors))
             self._described.set(request.step_id, HeadStep(common))
@@ -236,15 +224,8 @@ class GuestHeadsDouble(_Kept):
         return messages.StepOutputs((0,)), bundle
 
 
-class UnitsOfGuest:
-    """Builds a guest's units; see ``GuestUnits``."""
-
-    def __init__(self, config: Any, transport: Transport) -> None:
-        self._config, self._transport = config, transport
-        self._described = DescribedStep()
-
-    def build(self, request: messages.Build, epoch: int) -> GuestUnit:
-        if isinstance(request, BuildLayers):
-            return GuestLayersDouble(self._config, self._transport, request, epoch)
-        assert isinstance(request, BuildHeads)
-        return GuestHeadsDouble(self._config, self._transport, self._described, request, epoch)
+def build_unit(config: Any, transport: Transport, request: Any, epoch: int) -> GuestUnit:
+    """Build a guest's unit; see ``registry.build_unit``."""
+    is_layers = isinstance(request.modules, LayerRange)
+    kind = GuestLayersDouble if is_layers else GuestHeadsDouble
+    return kind(config, transport, request, epoch)

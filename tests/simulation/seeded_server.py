@@ -35,7 +35,7 @@ from banaserve.engine.compat.requests import GracefulHTTPError
 from banaserve.kvstore.daemon import supervised
 from banaserve.migration import checks
 from banaserve.migration.guest import server as guest_server
-from banaserve.migration.host import block_mover, host, move, unit_builder
+from banaserve.migration.host import block_mover, host, move
 from banaserve.migration.host.move import Move
 from banaserve.migration.kv import store_copier
 from banaserve.migration.modules import layer_proxy
@@ -69,7 +69,7 @@ from seeded_engine import WORDS, Core, SharedStore, StoreLink, hash_blocks
 from seeded_guests import GuestProcess, Network, VirtualProcessHandle, VirtualPulse
 from seeded_host import HostSide
 from seeded_machine import LoopClock, Machine, Process, Troubles
-from seeded_modules import BLOCK, FACTS, NUM_HEADS, NUM_LAYERS
+from seeded_modules import BLOCK, FACTS, NUM_HEADS, NUM_LAYERS, build_unit
 from seeded_parts import Factory, InputProcessor
 from seeded_threads import Select, Threading, Time, current
 from tiering_doubles import ScriptedTier, Store
@@ -88,7 +88,6 @@ _TIMED = (
     host,
     move,
     guest_client,
-    unit_builder,
     block_mover,
     store_copier,
     layers,
@@ -684,6 +683,7 @@ def _in_virtual_machine(server: Server) -> Iterator[None]:
         patch.setattr(guest_server, "os", SimpleNamespace(getpid=lambda: current().owner.pid))
         patch.setattr(guest_server, "_own_config", lambda config: config)
         patch.setattr(guest_server, "adopt_kv_layout", lambda *_: None)
+        patch.setattr(guest_server, "build_unit", build_unit)
         patch.setattr(guest_server, "run_low_priority", lambda work: work())
         patch.setattr(guest_unit, "device_of", lambda _: torch.device("cpu"))
         patch.setattr(guest_unit, "attends_with", lambda _: None)

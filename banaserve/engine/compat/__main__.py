@@ -68,7 +68,6 @@ def wheel_of(given: str, folder: Path) -> Path:
 
     Args:
         given: Path of a wheel, or a version such as 0.33.0.
-        folder: Folder that keeps downloaded wheels.
 
     Raises:
         UserError: There is no such version; pip has written why.

@@ -163,7 +163,6 @@ def adopt(
     """Route an engine's outputs into the state of a request that began elsewhere.
 
     Args:
-        state: State that ``register`` returned.
         request_id: Id of the request in the engine's outputs.
         queue: Queue that replaces the state's own.
     """

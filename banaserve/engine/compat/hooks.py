@@ -17,11 +17,9 @@ class Hook(NamedTuple):
 
     Attributes:
         change: ``wrapped`` if banaserve's function runs around it, ``replaced`` otherwise.
-        module: Module of vLLM that contains the name.
         name: Name, qualified within the module.
         parameters: Parameters that banaserve's function takes, without ``self``; ``a=`` is passed
             by name, ``...`` stands for all others. None if the name is no function.
-        purpose: Purpose of the change.
     """
 
     change: str

@@ -38,7 +38,6 @@ def describe_weights(model_config: Any, load_format: str) -> str:
     Only some pages of a model's large files are read: see ``models/files.py``.
 
     Args:
-        model_config: vLLM's model config.
         load_format: vLLM's load format; only whether the weights are real counts.
 
     Raises:
@@ -131,11 +130,7 @@ def describe_blocks(config: VllmConfig, kv_cache_config: KVCacheConfig) -> Finge
 
 
 def page_bytes(kv_cache_config: KVCacheConfig) -> int:
-    """Return the bytes of one layer's block in this rank's KV cache.
-
-    Raises:
-        UserError: See ``describe_blocks``.
-    """
+    """Return the bytes of one layer's block in this rank's KV cache."""
     return int(_attention_spec(kv_cache_config).page_size_bytes)
 
 

@@ -27,11 +27,10 @@ from banaserve.engine.connector.block_hash import (
     describe_blocks,
     page_bytes,
 )
-from banaserve.engine.connector.cache_groups import CacheGroups, pages
+from banaserve.engine.connector.cache_groups import CacheGroups, chunk_end, pages
 from banaserve.engine.connector.latent_layout import check_latents
 from banaserve.engine.connector.metadata import ConnectorOptions, StepResult, TransferStats
 from banaserve.engine.connector.scheduler_side.scheduler import StoreConnectorScheduler
-from banaserve.engine.connector.states import chunk_end
 from banaserve.engine.connector.worker_side.worker import RankShare, StoreConnectorWorker
 from banaserve.engine.engine_args import MIGRATION_KEY, PAGE_LAYOUT
 from banaserve.kvstore.client.client import StoreClient
@@ -53,8 +52,6 @@ class StoreConnector(ConnectorBase):
     Its options are those of ``ConnectorOptions``, in ``kv_connector_extra_config``.
 
     Attributes:
-        client_name: Name of this instance at the store.
-        socket: Path of the store's socket.
         gate: Cost gate; decides in the scheduler's role, and learns nothing in the worker's role.
         holds_saves: True while layers run without being saved: other tokens of the step follow.
         worker_class: Class of the worker's side; that of a measurement may be another.

@@ -20,10 +20,8 @@ def check_latents(attention: Any, cache: torch.Tensor, dtype: torch.dtype) -> No
     lets vLLM's own code write into a few blocks beside the cache, which stays untouched.
 
     Args:
-        attention: vLLM's ``MLAAttention`` of a layer.
         cache: KV cache of that layer, ``[num_blocks, ..., block_size, row]``; only its shape and
             type are used.
-        dtype: Type in which the model computes latents.
 
     Raises:
         UserError: The latents have another layout.

@@ -96,12 +96,9 @@ class StepResult(KVConnectorWorkerMetadata):
     """Worker's report that all copies of a step have ended, with the step's times.
 
     Attributes:
-        step: Number of the step.
         compute_s: Seconds of the forward pass without waiting for copies; None where the worker
             cannot tell.
         fetch_s: Seconds of the step's fetches, whether or not anything waited for them.
-        fetched_blocks: Number of blocks fetched.
-        saved_blocks: Number of blocks committed to the store.
         save_s: Seconds of the saves and their commit, whether or not anything waited for them.
     """
 

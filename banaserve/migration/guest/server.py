@@ -24,8 +24,9 @@ from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.gpu_lane import GuestLane
 from banaserve.migration.rpc.guest_channel import GuestChannel
 from banaserve.migration.rpc.tensors import TensorBundle
+from banaserve.migration.units.base import MigrationUnit
 from banaserve.migration.units.guest_unit import GuestServices, GuestUnit
-from banaserve.migration.units.registry import GuestUnits, decode_request
+from banaserve.migration.units.registry import build_unit, decode_request
 from banaserve.transport.channels.channel import StreamChannel
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError, TransportError
 from banaserve.transport.interface import Message, Tensor, Transport
@@ -43,9 +44,7 @@ class GuestServer:
     It is single-threaded: vLLM's forward context and its CPU kernels are global to a process.
 
     Args:
-        config: Configuration of the host's engine.
         channel: Channel to the host; the guest ends when the channel closes.
-        transport: Transport that offers the guest's KV to the host.
         token: Secret that the host's first message must contain.
         gpu_transport: Maker of the transport of memory of the guest's GPU; None on a CPU.
     """
@@ -66,7 +65,7 @@ class GuestServer:
         self._knows_host = False
         self._units: dict[str, GuestUnit] = {}
         self._share = ComputeThrottle()
-        self._builder = GuestUnits(self._config, transport)
+        self._kv_transport = transport
         self._services = GuestServices(self._share.computing, self._guest_channel.expect)
         self._make_gpu_transport = gpu_transport
         self._gpu_transport: Transport | None = None
@@ -150,13 +149,13 @@ class GuestServer:
         if self._lane is None or self._gpu_transport is None:
             raise MigrationError("this guest has offered no memory of a GPU")
         self._uses_lane = True
-        self._builder = GuestUnits(self._config, self._gpu_transport)
+        self._kv_transport = self._gpu_transport
         self._services = dataclasses.replace(self._services, bundle=self._lane.bundle)
 
-    def _build(self, request: messages.Build, epoch: int) -> messages.Built:
+    def _build(self, request: messages.Build[MigrationUnit], epoch: int) -> messages.Built:
         if request.unit_id in self._units:
             raise MigrationError(f"{request.unit_id} is here already")
-        if request.loads_weights and self._serves():
+        if request.modules.loads_weights and self._serves():
             raise MigrationError(
                 "this guest serves and would stand still while it loads layers: start another"
             )
@@ -164,8 +163,8 @@ class GuestServer:
         adopt_kv_layout(self._config, request.kv.layout, request.kv.block_size_tokens)
 
         def make() -> GuestUnit:
-            unit = self._builder.build(request, epoch)
-            if request.loads_weights and is_on_cpu():
+            unit = build_unit(self._config, self._kv_transport, request, epoch)
+            if request.modules.loads_weights and is_on_cpu():
                 huge_pages.gather()  # as in the host: each step reads every weight
             return unit
 

@@ -17,6 +17,15 @@ from banaserve.base.errors import MigrationError
 from banaserve.transport.interface import Transport
 from banaserve.transport.memory import PAGE_BYTES
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_STEP = 5
+_LOWEST = 19
+# torch splits work among its threads in parts of this many elements.
+_PARALLEL_ELEMENTS = 32768
+
 
 class ComputeThrottle:
     """Throttle that delays work so that it takes at most a fraction of the time.
@@ -26,10 +35,8 @@ class ComputeThrottle:
     between two requests counts as rest; unused time is not saved for later.
 
     Args:
-        now_s: Function that returns the wall time, in seconds.
         used_s: Function that returns the processor time of this process so far, in seconds of the
             whole device.
-        sleep: Function that blocks for a number of seconds.
 
     Attributes:
         fraction: Maximum fraction of the time, in (0, 1]; 1 does not delay work.
@@ -79,16 +86,6 @@ class ComputeThrottle:
 
 def _device_seconds() -> float:
     return time.process_time() / torch.get_num_threads()
-
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-_STEP = 5
-_LOWEST = 19
-# torch splits work among its threads in parts of this many elements.
-_PARALLEL_ELEMENTS = 32768
 
 
 def run_low_priority(work: Callable[[], T]) -> T:

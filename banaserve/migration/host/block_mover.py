@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from banaserve.migration.host.time_hook import REAL_TIME, TimeHook
 from banaserve.migration.kv.host_kv import DeviceKv, HostKv
 from banaserve.migration.kv.remote_kv import (
     BACKGROUND_GRACE_S,
@@ -20,7 +21,6 @@ from banaserve.migration.kv.remote_kv import (
     wait_all,
 )
 from banaserve.migration.rpc.tensors import memory_of
-from banaserve.migration.time_hook import REAL_TIME, TimeHook
 from banaserve.transport.memory import Memory
 from banaserve.transport.regions.offered_region import reserve
 

@@ -17,29 +17,27 @@ from torch import nn
 from banaserve.base.errors import BanaServeError, GuestLostError, MigrationError, UserError
 from banaserve.base.fail_points import FailPoint, reach
 from banaserve.contracts.move_phase import ModelGeometry, MovePhase
-from banaserve.engine.compat import runner_hooks
+from banaserve.engine.compat.runner import hooks as runner_hooks
 from banaserve.engine.compat.runner.experts import experts_of
 from banaserve.engine.compat.runner.graphs import graphs_of
 from banaserve.engine.migration_settings import MigrationSettings
 from banaserve.migration import checks
-from banaserve.migration.host.move import Move
+from banaserve.migration.host.move import Move, UnitBuilder
 from banaserve.migration.host.placement import PlacementManager
 from banaserve.migration.host.recovery import StepRecovery
-from banaserve.migration.host.unit_builder import UnitBuilder
+from banaserve.migration.host.time_hook import REAL_TIME, TimeHook
 from banaserve.migration.kv.host_kv import HostKv, blocks_gained
 from banaserve.migration.kv.step_context import StepContext
-from banaserve.migration.modules.compiled_model import CompiledModel
 from banaserve.migration.modules.expert_split import SplitExperts
-from banaserve.migration.modules.step_graphs import StepGraphs
+from banaserve.migration.modules.step_graphs import CompiledModel, StepGraphs
 from banaserve.migration.ranks import OTHER_FAILED, Ranks
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.gpu_lane import HostLane
 from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.migration.rpc.messages import GuestAddress
-from banaserve.migration.time_hook import REAL_TIME, TimeHook
 from banaserve.migration.units.base import MigrationUnit, check_free
 from banaserve.migration.units.host_unit import HostEngine, HostUnit
-from banaserve.migration.units.registry import HostUnits
+from banaserve.migration.units.registry import make_unit
 from banaserve.migration.worker_api import GuestLinkStatus, LinkState
 from banaserve.transport.channels.channel import StreamChannel
 from banaserve.transport.errors import PeerGoneError, TransportError
@@ -71,11 +69,7 @@ class MoveBook:
         self._moves[move.move_id] = move
 
     def get(self, move_id: str) -> Move:
-        """Return a move by its id.
-
-        Raises:
-            MigrationError: There is no such move, or it ended long ago.
-        """
+        """Return a move by its id; a ``MigrationError`` if there is none, or it ended long ago."""
         found = self._moves.get(move_id)
         if found is None:
             raise MigrationError(f"there is no move {move_id}")
@@ -97,12 +91,7 @@ class MigrationHost:
     place of units, on all ranks or on none.
 
     Attributes:
-        ranks: Tensor-parallel ranks of the engine, each with a host.
-        engine: Parts of the engine that its units use.
-        epoch: Epoch of the placement; grows with each change of the placement.
-        links: Clients of the attached guests, by guest id.
         attaching: State of guests that are not attached yet or could not be, by guest id.
-        moves: Moves under way and the last ended ones.
     """
 
     def __init__(
@@ -150,7 +139,6 @@ class MigrationHost:
             ranks=self.ranks,
         )
         self._builder = UnitBuilder(host_kv, time_hook)
-        self._unit_makers = HostUnits(self.engine)
         num_experts = max((one.num_experts for one in self.engine.experts.values()), default=0)
         self._shape = ModelGeometry(len(attentions), host_kv.num_heads, num_experts)
         self.lost_steps = StepRecovery(runner)
@@ -207,7 +195,7 @@ class MigrationHost:
         check_free(modules, away | moving)
         for name in self.engine.names(modules.layers):
             modules.check_attention(self.engine.attentions[name], name)
-        unit = self._unit_makers.make(move_id, modules)
+        unit = make_unit(move_id, modules, self.engine)
         return self._begin(move_id, unit, self._link(guest_id))
 
     def prepare_again(self, move_id: str, unit_id: str, guest_id: str | None) -> Move:
@@ -284,19 +272,15 @@ class MigrationHost:
 
     def _hand_over(self, move: Move) -> tuple[int, float]:
         """Copy the remaining blocks and activate the target; return their number and copy time."""
-        blocks = self._copy_left(move)
-        copied_s = time.perf_counter()
-        if move.new_residence is not None:
-            move.new_residence.activate(self.epoch + 1)
-        return len(blocks), copied_s
-
-    def _copy_left(self, move: Move) -> list[int]:
         assert move.mover is not None
         self.step_context.dirty_blocks.step_ended()
         blocks = move.take_left(self.step_context.dirty_blocks)
         move.plan(blocks)
         move.facts.commit_bytes = move.mover.copy(blocks)
-        return blocks
+        copied_s = time.perf_counter()
+        if move.new_residence is not None:
+            move.new_residence.activate(self.epoch + 1)
+        return len(blocks), copied_s
 
     def free(self, move_id: str) -> Move:
         """Begin to free the memory that the source of a committed move still holds.
@@ -446,91 +430,82 @@ ATTACH_TIMEOUT_S = 120.0
 _LANE_TIMEOUT_S = 5.0
 
 
-class Attaching:
-    """Attempt to attach a guest; its outcome is in ``host.links`` or in ``host.attaching``."""
+def attach(host: MigrationHost, address: GuestAddress) -> None:
+    """Connect to a guest in a thread; the outcome is in ``host.links`` or in ``host.attaching``.
 
-    def __init__(self, host: MigrationHost, address: GuestAddress) -> None:
-        self._host = host
-        self._address = address
+    Raises:
+        MigrationError: A guest with this id is attached or attaching already.
+    """
+    guest_id = address.guest_id
+    known, attempt = host.links.get(guest_id), host.attaching.get(guest_id)
+    if (known is not None and known.lost is None) or (
+        attempt is not None and attempt.state is LinkState.CONNECTING
+    ):
+        raise MigrationError(f"guest {guest_id} is attached already")
+    host.attaching[guest_id] = GuestLinkStatus(LinkState.CONNECTING)
 
-    @classmethod
-    def begin(cls, host: MigrationHost, address: GuestAddress) -> None:
-        """Connect in a thread.
-
-        Raises:
-            MigrationError: A guest with this id is attached or attaching already.
-        """
-        known = host.links.get(address.guest_id)
-        attempt = host.attaching.get(address.guest_id)
-        if (known is not None and known.lost is None) or (
-            attempt is not None and attempt.state is LinkState.CONNECTING
-        ):
-            raise MigrationError(f"guest {address.guest_id} is attached already")
-        host.attaching[address.guest_id] = GuestLinkStatus(LinkState.CONNECTING)
-        thread = threading.Thread(
-            target=cls(host, address)._run, name=f"attach-{address.guest_id}", daemon=True
-        )
-        thread.start()
-
-    def _run(self) -> None:
-        guest_id = self._address.guest_id
+    def run() -> None:
         try:
-            link = self._connect()
+            link = _connect(host, address)
         except (BanaServeError, OSError) as failed:
-            self._failed(str(failed))
-            return
+            reason = str(failed)
         except Exception as failed:
             logger.exception("guest %s", guest_id)
-            self._failed(f"{type(failed).__name__}: {failed}")
+            reason = f"{type(failed).__name__}: {failed}"
+        else:
+            host.links[guest_id] = link
+            host.attaching.pop(guest_id, None)
             return
-        self._host.links[guest_id] = link
-        self._host.attaching.pop(guest_id, None)
+        logger.error("guest %s: %s", guest_id, reason)
+        host.attaching[guest_id] = GuestLinkStatus(LinkState.LOST, reason)
 
-    def _failed(self, reason: str) -> None:
-        logger.error("guest %s: %s", self._address.guest_id, reason)
-        self._host.attaching[self._address.guest_id] = GuestLinkStatus(LinkState.LOST, reason)
+    threading.Thread(target=run, name=f"attach-{guest_id}", daemon=True).start()
 
-    def _connect(self) -> GuestClient:
-        address, host = self._address, self._host
-        channel = self._open_channel(time.monotonic() + ATTACH_TIMEOUT_S)
-        link = GuestClient(
-            address.guest_id,
-            channel,
-            address.make_transport(),
-            lambda: host.epoch,
-            host.settings.stall_s,
-            is_one_of_several=bool(address.rendezvous),
-        )
-        hello = messages.GuestHello(address.token)
-        ready = link.ask(hello, messages.GuestReady, ATTACH_TIMEOUT_S)
-        if not self._address.is_elsewhere:
-            link.watch(ready.pid)
-        if problem := self._pass_beside(link, ready):
-            link.way = f"host memory: {problem}"
-            logger.warning("guest %s: KV and activations pass by %s", link.guest_id, link.way)
-        return link
 
-    def _pass_beside(self, link: GuestClient, ready: messages.GuestReady) -> str:
-        """Open the lane that a guest on a GPU offers; return why not, empty on a CPU."""
-        if ready.lane is None:
-            return ready.no_lane
-        device = next(iter(self._host.kv.tensors.values())).device
-        transport: Transport | None = None
+def _connect(host: MigrationHost, address: GuestAddress) -> GuestClient:
+    channel = _open_channel(address, time.monotonic() + ATTACH_TIMEOUT_S)
+    link = GuestClient(
+        address.guest_id,
+        channel,
+        address.make_transport(),
+        lambda: host.epoch,
+        host.settings.stall_s,
+        is_one_of_several=bool(address.rendezvous),
+    )
+    hello = messages.GuestHello(address.token)
+    ready = link.ask(hello, messages.GuestReady, ATTACH_TIMEOUT_S)
+    if not address.is_elsewhere:
+        link.watch(ready.pid)
+    if problem := _pass_beside(host, address, link, ready):
+        link.way = f"host memory: {problem}"
+        logger.warning("guest %s: KV and activations pass by %s", link.guest_id, link.way)
+    return link
+
+
+def _pass_beside(
+    host: MigrationHost, address: GuestAddress, link: GuestClient, ready: messages.GuestReady
+) -> str:
+    """Open the lane that a guest on a GPU offers; return why not, empty on a CPU."""
+    if ready.lane is None:
+        return ready.no_lane
+    device = next(iter(host.kv.tensors.values())).device
+    transport: Transport | None = None
+    try:
+        transport = address.make_gpu_transport()
+        region = transport.open(ready.lane, _LANE_TIMEOUT_S)
+        link.enter(HostLane(region, device), transport)
+    except (TransportError, UserError, MigrationError) as refused:
+        if transport is not None:
+            transport.close()
+        return str(refused)
+    return ""
+
+
+def _open_channel(address: GuestAddress, deadline_s: float) -> StreamChannel:
+    while True:
         try:
-            transport = self._address.make_gpu_transport()
-            region = transport.open(ready.lane, _LANE_TIMEOUT_S)
-            link.enter(HostLane(region, device), transport)
-        except (TransportError, UserError, MigrationError) as refused:
-            if transport is not None:
-                transport.close()
-            return str(refused)
-        return ""
-
-    def _open_channel(self, deadline_s: float) -> StreamChannel:
-        while True:
-            try:
-                return self._address.connect(deadline_s - time.monotonic())
-            except PeerGoneError:
-                if time.monotonic() > deadline_s:
-                    raise
-                time.sleep(0.05)
+            return address.connect(deadline_s - time.monotonic())
+        except PeerGoneError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.05)

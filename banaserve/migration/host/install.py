@@ -8,23 +8,23 @@ from typing import Any, cast
 from banaserve.base.errors import MigrationError
 from banaserve.contracts.rpc.engine_api import CoreApi, PoolResize, PoolStatus
 from banaserve.contracts.rpc.typed_rpc import implements
-from banaserve.engine.compat import runner_hooks
 from banaserve.engine.compat.config import VllmConfig
 from banaserve.engine.compat.engine import EngineCore, add_utility
 from banaserve.engine.compat.kv_connector import get_kv_transfer_group
+from banaserve.engine.compat.runner import hooks as runner_hooks
 from banaserve.engine.compat.runner import model as compat
 from banaserve.engine.connector.worker_side.block_copy import BlockCopier
 from banaserve.engine.migration_settings import MigrationSettings, settings_of
 from banaserve.migration import checks
 from banaserve.migration.host.host import MigrationHost
 from banaserve.migration.host.recovery import AsyncPoolScheduler, PoolScheduler
+from banaserve.migration.host.time_hook import REAL_TIME, TimeHook
 from banaserve.migration.kv.host_kv import HostKv
 from banaserve.migration.kv.store_copier import StoreCopier, store_worker
 from banaserve.migration.modules.attention_backend import kernels_for
 from banaserve.migration.modules.paged_attention import take_kernels
 from banaserve.migration.ranks import Ranks
 from banaserve.migration.rpc.messages import StorePlace
-from banaserve.migration.time_hook import REAL_TIME, TimeHook
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,7 @@
-"""Move of one unit: its phases and its work in the background."""
+"""Move of one unit: its phases and its work in the background.
+
+``UnitBuilder`` does the work of PREPARE: a guest builds the unit, and the host opens the KV.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,92 @@ import threading
 import time
 from collections.abc import Callable
 
-from banaserve.base.errors import BanaServeError
+from banaserve.base.errors import BanaServeError, MigrationError
 from banaserve.contracts.move_phase import OPEN, MovePhase, check_step
 from banaserve.migration.host.block_mover import BlockMover
-from banaserve.migration.host.unit_builder import UnitBuilder
+from banaserve.migration.host.time_hook import REAL_TIME, TimeHook
 from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker, Watch
-from banaserve.migration.kv.unit_location import UnitLocation
+from banaserve.migration.kv.host_kv import HostKv
+from banaserve.migration.kv.remote_kv import RemoteKv, StagedRemoteKv, UnitLocation
+from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.migration.units.host_unit import HostUnit
 from banaserve.migration.worker_api import MoveFacts, MoveReport
+from banaserve.transport.errors import TransportError
 
 logger = logging.getLogger(__name__)
 
 MAX_ROUNDS = 16
+BUILD_TIMEOUT_S = 600.0
+
+
+class UnitBuilder:
+    """Builder of units in guests; called by the threads of moves."""
+
+    def __init__(self, kv: HostKv, time_hook: TimeHook = REAL_TIME) -> None:
+        self._kv = kv
+        self._time_hook = time_hook
+
+    def build(
+        self, unit: HostUnit, link: GuestClient, dirty_blocks: DirtyBlockTracker
+    ) -> UnitLocation:
+        """Let a guest build a unit, and open the unit's KV.
+
+        Args:
+            dirty_blocks: Blocks that are to be copied soon.
+
+        Raises:
+            MigrationError: The guest refuses.
+            GuestLostError: The guest is gone.
+        """
+        began_s = time.perf_counter()
+        request = unit.build_request()
+        built = link.ask(request, messages.Built, BUILD_TIMEOUT_S, may_wait=True)
+        residence = self._open(unit, link, built, dirty_blocks)
+        self._time_hook.built(unit.modules, time.perf_counter() - began_s)
+        return residence
+
+    def _open(
+        self,
+        unit: HostUnit,
+        link: GuestClient,
+        built: messages.Built,
+        dirty_blocks: DirtyBlockTracker,
+    ) -> UnitLocation:
+        """Open the KV of a built unit; nothing is left open on failure."""
+        runs = {name: self._kv.runs(unit.heads(name)) for name in unit.names}
+        residence: UnitLocation | None = None
+        try:
+            if built.landing_bytes:
+                kv: RemoteKv = StagedRemoteKv(
+                    link, unit.unit_id, built.region, runs, built.landing_bytes
+                )
+            else:
+                kv = RemoteKv(link.transport, built.region, built.places, runs)
+            residence = UnitLocation(unit.unit_id, link, kv, built.weight_bytes)
+            residence.saves = built.saves
+            kv.warm(dirty_blocks.ids())
+        except TransportError as error:
+            if residence is not None:
+                residence.kv.close()
+            raise link.give_up(f"its KV is out of reach: {error}") from error
+        except OSError as error:
+            if residence is not None:
+                residence.leave()
+            raise MigrationError(f"its KV cannot be mapped here: {error.strerror}") from error
+        return residence
+
+    def mover(
+        self, unit: HostUnit, source: UnitLocation | None, target: UnitLocation | None
+    ) -> BlockMover:
+        """Return the mover for the copies of a move."""
+        return BlockMover(
+            unit,
+            self._kv,
+            source.kv if source else None,
+            target.kv if target else None,
+            self._time_hook,
+        )
 
 
 class Move:
@@ -31,11 +107,7 @@ class Move:
     works.
 
     Attributes:
-        unit: Unit that moves.
-        target: Guest that the unit goes to; None for home.
         new_residence: Location of the unit in the target, once it is prepared.
-        facts: Measurements of the move.
-        error: Reason of the failure; empty if the move has not failed.
     """
 
     def __init__(self, move_id: str, unit: HostUnit, target: GuestClient | None) -> None:

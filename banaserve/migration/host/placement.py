@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from banaserve.migration import checks
 from banaserve.migration.kv.dirty_blocks import RemoteBlocks
 from banaserve.migration.kv.host_kv import KvRun
-from banaserve.migration.kv.remote_kv import RemoteKv
-from banaserve.migration.kv.unit_location import UnitLocation
+from banaserve.migration.kv.remote_kv import RemoteKv, UnitLocation
 from banaserve.migration.microbatch.overlap import Overlap
 from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.migration.units.host_unit import HostEngine, HostUnit
@@ -19,9 +18,6 @@ class PlacementManager:
 
     Args:
         max_microbatches: Maximum micro-batches of a step; 1: the host waits for its guests.
-
-    Attributes:
-        overlap: Component that cuts steps according to the present placement.
     """
 
     def __init__(self, engine: HostEngine, max_microbatches: int) -> None:
@@ -59,11 +55,7 @@ class PlacementManager:
         self.overlap.step_in(self._why_wait())
 
     def set_overlap(self, max_microbatches: int) -> None:
-        """Set the maximum micro-batches of a step from now on; only between two steps.
-
-        Raises:
-            MigrationError: The number is out of range, or steps of this engine cannot be cut.
-        """
+        """Set the maximum micro-batches of a step, between two steps; see ``Overlap.allow``."""
         self.overlap.allow(max_microbatches)
         self.overlap.step_aside()
         self.overlap.step_in(self._why_wait())

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from banaserve.base.errors import MigrationError
 from banaserve.contracts.rpc.engine_api import PoolResize, PoolStatus
-from banaserve.engine.compat import runner_hooks
 from banaserve.engine.compat import scheduler as compat
+from banaserve.engine.compat.runner import hooks as runner_hooks
 from banaserve.engine.compat.scheduler import AsyncScheduler, Scheduler
 from banaserve.migration.kv import store_copier
 

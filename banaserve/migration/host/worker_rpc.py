@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from banaserve.base.errors import MigrationError
 from banaserve.contracts.rpc.typed_rpc import implements
-from banaserve.engine.compat import runner_hooks
-from banaserve.migration.host.host import Attaching, MigrationHost
+from banaserve.engine.compat.runner import hooks as runner_hooks
+from banaserve.migration.host.host import MigrationHost, attach
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.migration.rpc.messages import GuestAddress
@@ -29,11 +29,7 @@ def guests_of(host: MigrationHost) -> dict[str, GuestLinkStatus]:
 
 
 def status_of(host: MigrationHost, memory: bool) -> HostStatus:
-    """Return the guests, moves, units and memory of a host.
-
-    Args:
-        memory: True to count the memory that backs the KV cache, which takes milliseconds.
-    """
+    """Return the guests, moves, units and memory of a host."""
     graphs = host.engine.graphs
     return HostStatus(
         epoch=host.epoch,
@@ -92,7 +88,7 @@ class MigrationMethods:
     @implements(MigrationApi.banaserve_migration_attach)
     def banaserve_migration_attach(self, addresses: list[GuestAddress]) -> None:
         host = self._migration()
-        Attaching.begin(host, addresses[host.ranks.rank])
+        attach(host, addresses[host.ranks.rank])
 
     @implements(MigrationApi.banaserve_migration_detach)
     def banaserve_migration_detach(self, guest_id: str) -> None:

@@ -1,16 +1,27 @@
-"""Sets of KV blocks: those in a guest, and those written since a copy was taken."""
+"""Sets of KV blocks: those in a guest, those written since a copy was taken, and their runs."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 BlockIds = Sequence[int] | npt.NDArray[np.int64]
 _Marks = npt.NDArray[np.bool_]
+
+
+def spans(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Join neighbouring numbers: return ``(first, count)`` of each run, ascending."""
+    found: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if found and sum(found[-1]) == number:
+            found[-1] = (found[-1][0], found[-1][1] + 1)
+        else:
+            found.append((number, 1))
+    return found
 
 
 class RemoteBlocks:
@@ -82,9 +93,6 @@ class DirtyBlockTracker:
 
     Every step of an engine pays for the marks, even if nothing is moving, so a mark only keeps the
     given array, and the array is read at the end of the step.
-
-    Args:
-        num_blocks: Number of blocks; every block id is smaller.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -187,7 +195,6 @@ class Watch:
     """A copier's view of the blocks still to be copied, updated by a ``DirtyBlockTracker``.
 
     Args:
-        lock: Lock of the tracker.
         others: The tracker's views, with this one until it has ended.
     """
 

@@ -16,9 +16,8 @@ import torch
 import banaserve._native as _native
 from banaserve.kernels.interface import Kernels
 from banaserve.kernels.packed_pages import STAGE_BYTES, PackedPages
-from banaserve.migration.kv.device_wait import wait_for
-from banaserve.migration.kv.slabs import GpuSlab, PlainSlab, Slab, has_gpu_slabs
-from banaserve.migration.ranges import spans
+from banaserve.migration.kv.dirty_blocks import spans
+from banaserve.migration.kv.slabs import GpuSlab, PlainSlab, Slab, has_gpu_slabs, wait_for
 from banaserve.migration.rpc.messages import KvShape
 from banaserve.transport.memory import Memory
 from banaserve.transport.regions.offered_region import reserve
@@ -33,10 +32,6 @@ class DeviceKv:
     Args:
         caches: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]`` by attention, all on one
             device.
-        kernels: Kernels of that device.
-
-    Attributes:
-        page_bytes: Bytes of a page, by attention.
     """
 
     def __init__(self, caches: Mapping[str, torch.Tensor], kernels: Kernels) -> None:
@@ -141,7 +136,6 @@ class KvRun(NamedTuple):
 
     Attributes:
         in_page: Offset of the run in the page as the host lays it out.
-        num_bytes: Length of the run in bytes.
     """
 
     in_page: int

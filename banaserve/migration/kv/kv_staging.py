@@ -65,7 +65,6 @@ class StagingBuffer:
 
     Args:
         caches: KV caches as returned by ``make_kv``.
-        epoch: Epoch of the offer.
 
     Attributes:
         region: Offered region that the peer copies to and from.

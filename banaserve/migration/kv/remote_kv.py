@@ -1,5 +1,7 @@
 """KV of a unit in a guest: one-sided copies between that KV and memory of this process.
 
+``UnitLocation`` is the place of a unit in a guest, as the host sees it.
+
 ``StagedRemoteKv`` is for guests with KV on a device: copies end in a buffer of the guest, and the
 guest moves the blocks from there to its KV.
 """
@@ -13,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from banaserve.base.errors import GuestLostError, MigrationError
+from banaserve.migration.kv.dirty_blocks import spans
 from banaserve.migration.kv.host_kv import KvRun
-from banaserve.migration.ranges import spans
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.transport.errors import PeerGoneError, TransportError
@@ -46,7 +48,6 @@ class RemoteKv:
 
     Attributes:
         epoch: Epoch of the offer; the guest accepts copies of this epoch only.
-        runs: Runs of the host's page, by attention, as given.
     """
 
     def __init__(
@@ -109,11 +110,7 @@ class RemoteKv:
         to_guest: bool,
         urgent: bool,
     ) -> list[Ticket]:
-        """Begin copies, with as few submissions as the lengths of the runs allow.
-
-        Args:
-            there: Offset of each block in the region, by attention.
-        """
+        """Begin copies, with as few submissions as the lengths of the runs allow."""
         ends: dict[int, list[tuple[PageOffsets, PageOffsets]]] = {}
         for name, offsets in pages.items():
             packed = 0
@@ -139,11 +136,7 @@ class RemoteKv:
 
 
 class _Connection:
-    """A connection to a region, opened again after a copy has failed or was cancelled.
-
-    Attributes:
-        region: Region as opened last.
-    """
+    """A connection to a region, opened again after a copy has failed or was cancelled."""
 
     def __init__(self, transport: Transport, descriptor: RegionDescriptor) -> None:
         self.region = transport.open(descriptor, OPEN_TIMEOUT_S)
@@ -228,8 +221,6 @@ class StagedRemoteKv(RemoteKv):
 
     Args:
         link: Connection to the guest, which moves pages between the region and its device.
-        descriptor: Descriptor of the region.
-        runs: Runs of the host's page, by attention; in the guest's page these are contiguous.
         num_bytes: Size of the region; both halves have room for a block of all attentions.
     """
 
@@ -278,11 +269,7 @@ class StagedRemoteKv(RemoteKv):
         urgent: bool = False,
         grace_s: float = STEP_GRACE_S,
     ) -> None:
-        """Copy blocks as ``copy`` does; return when the copy is complete.
-
-        Args:
-            grace_s: See ``wait_all``.
-        """
+        """Copy blocks as ``copy`` does; return when the copy is complete."""
         each_bytes = sum(self._strides[name] for name in pages)
         per_time = self._half_bytes // each_bytes
         with self._halves[urgent]:
@@ -320,3 +307,49 @@ class StagedRemoteKv(RemoteKv):
             self._link.ask(request, messages.StepsDone)
         except MigrationError as refused:
             raise GuestLostError(str(refused)) from refused
+
+
+class UnitLocation:
+    """Location of a unit: its place in one guest.
+
+    Attributes:
+        epoch: Epoch in which the unit was activated; None until then.
+        saves: True if the guest can save the unit's blocks to the store.
+        described_step: Id of the last step whose description was sent to the unit.
+    """
+
+    saves = False
+    described_step = 0
+
+    def __init__(self, unit_id: str, link: GuestClient, kv: RemoteKv, weight_bytes: int) -> None:
+        self.unit_id = unit_id
+        self.link = link
+        self.kv = kv
+        self.weight_bytes = weight_bytes
+        self.epoch: int | None = None
+
+    def activate(self, epoch: int) -> None:
+        """Activate the unit: from now on it accepts messages and copies of ``epoch`` only."""
+        self.link.ask(messages.Activate(self.unit_id, epoch), messages.StepsDone)
+        self.kv.epoch = epoch
+        self.epoch = epoch
+
+    def leave(self) -> None:
+        """Release the unit in the guest; a lost guest has nothing to release."""
+        self.kv.close()
+        try:
+            self.link.ask(messages.ReleaseUnit(self.unit_id), messages.StepsDone)
+        except GuestLostError:
+            return
+        except MigrationError as refused:
+            self.link.give_up(str(refused))
+
+    @property
+    def has_landed(self) -> bool:
+        """Return whether the guest has to be asked for each copy of the unit's KV."""
+        return isinstance(self.kv, StagedRemoteKv)
+
+    @property
+    def working_epoch(self) -> int:
+        assert self.epoch is not None
+        return self.epoch

@@ -1,7 +1,8 @@
 """Slabs: reserved address ranges whose pages are allocated on first touch and can be given back.
 
 ``Slab`` is host memory. ``GpuSlab`` maps granules by CUDA's virtual memory; ``PlainSlab`` is memory
-from torch for builds without CUDA.
+from torch for builds without CUDA. ``wait_for`` waits for a whole device, which CUDA refuses to all
+threads while one captures a graph.
 """
 
 from __future__ import annotations
@@ -10,19 +11,33 @@ import contextlib
 import ctypes
 import importlib.util
 import mmap
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
 
 from banaserve.base.errors import UserError
 from banaserve.base.platform import linux
-from banaserve.migration.kv.device_wait import wait_for
 from banaserve.migration.rpc.tensors import bytes_of
 from banaserve.transport.memory import Memory
 
 _MAP_NORESERVE = 0x4000
 _libc = ctypes.CDLL(None, use_errno=True)
+_lock = threading.Lock()
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait for the work of all threads and streams; first for the end of a capture."""
+    with _lock:
+        torch.cuda.synchronize(device)
+
+
+@contextlib.contextmanager
+def no_wait() -> Iterator[None]:
+    """Return a context within which no thread of this process is in ``wait_for``."""
+    with _lock:
+        yield
 
 
 class Slab:
@@ -104,7 +119,6 @@ class GpuSlab:
     """Memory of ``num_bytes`` on ``device``, of which only the populated part may be touched.
 
     Attributes:
-        address: Address of the first byte.
         num_bytes: Reserved bytes, in whole granules.
 
     Raises:
@@ -139,12 +153,9 @@ class GpuSlab:
             self._bytes(offset, self._slab.granule_bytes).zero_()
 
     def give_back(self, ranges: Iterable[tuple[int, int]]) -> int:
-        """Release the granules that are wholly inside of ``(offset, length)`` ranges.
+        """Release the granules that are wholly inside of ranges; see ``Slab``.
 
         Waits for the device. Released memory must be populated before it is touched again.
-
-        Returns:
-            Number of bytes that were backed by memory and are not any more.
         """
         wait_for(self._device)
         return sum(self._slab.unmap(start, length) for start, length in merged(ranges))
@@ -162,9 +173,6 @@ class PlainSlab:
     """Memory of ``num_bytes`` on ``device`` from torch, which cannot be given back in part.
 
     Replaces ``GpuSlab`` in a build without CUDA.
-
-    Attributes:
-        num_bytes: Size in bytes, all backed by memory.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:

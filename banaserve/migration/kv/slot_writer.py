@@ -25,7 +25,6 @@ class SlotWriter:
 
     Args:
         client: Store client with the host's client name.
-        memory: Memory with the KV of the layers.
         places: Offset of each layer's blocks in ``memory``, by the layer's number in the model.
     """
 
@@ -50,9 +49,6 @@ class SlotWriter:
 
     def write(self, copies: SlotCopies, around: Around) -> bool:
         """Copy the blocks of all layers; return False if the pool has another generation.
-
-        Args:
-            around: Factory of contexts; each layer is copied within one context.
 
         Raises:
             ValueError: A block or a slot does not exist; some layers may have been copied.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from banaserve.engine.compat import runner_hooks
+from banaserve.engine.compat.runner import hooks as runner_hooks
 from banaserve.engine.compat.runner.attention import CommonAttentionMetadata
 from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker
 
@@ -41,13 +41,8 @@ def common_from(fields: Mapping[str, Any]) -> CommonAttentionMetadata:
 class StepContext:
     """Record of the current step, taken from the metadata builder of one attention group.
 
-    Args:
-        num_blocks: Maximum number of blocks that the pool can ever have.
-
     Attributes:
-        dirty_blocks: Blocks marked from each step's slot mapping.
         step_id: Counter of the steps and the parts of steps.
-        block_size: Number of tokens in a block.
         common: The batch of the step under way, or of a part of it; None before the first.
     """
 

@@ -7,6 +7,7 @@ import logging
 import time
 from typing import Any
 
+import msgspec
 from torch import nn
 
 from banaserve.base.config import MAX_MICROBATCHES
@@ -29,15 +30,14 @@ from banaserve.migration.microbatch.planner import (
     StageTimes,
     plan_microbatches,
 )
-from banaserve.migration.microbatch.status import OverlapStatus, OverlapTimes
-from banaserve.migration.modules.eager_break import is_capturing
 from banaserve.migration.modules.layer_proxy import (
     LayerChain,
     LayerOrder,
-    RemoteRange,
+    RemoteLayers,
     by_name,
     signature_of,
 )
+from banaserve.migration.modules.step_graphs import is_capturing
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,34 @@ _LEARN_EVERY = 8
 """Small steps for each one that is planned and learnt from, which takes tenths of a millisecond."""
 
 
+class OverlapTimes(msgspec.Struct):
+    """Sums of the times of the layers, over all steps that could be cut, in seconds.
+
+    Attributes:
+        predicted_s: Time predicted for the steps as they were cut.
+        waiting_s: Time predicted for the same steps in one part.
+        measured_s: Measured time.
+        wrong_s: Sum of the absolute errors of the predictions.
+    """
+
+    predicted_s: float = 0.0
+    waiting_s: float = 0.0
+    measured_s: float = 0.0
+    wrong_s: float = 0.0
+
+
+class OverlapStatus(msgspec.Struct, frozen=True):
+    """Status of a host and the guests of its layers that compute at once; see ``Overlapping``."""
+
+    max_microbatches: int
+    blocker: str
+    steps_cut: int
+    steps_waited: int
+    parts: int
+    prediction_error: float
+    times: OverlapTimes
+
+
 class Overlap:
     """Wrapper of the model's layers while a range is remote and steps may be cut.
 
@@ -56,7 +84,6 @@ class Overlap:
     micro-batch has to confirm before any step is cut.
 
     Args:
-        layers: The model's list of layers.
         blocker: Reason why steps of this engine cannot be cut; empty if they can.
 
     Attributes:
@@ -116,7 +143,7 @@ class Overlap:
         if self.max_microbatches == 1 or self.blocker:
             return
         segments = segments_of(list(self._layers))
-        guests = [s.where.link.guest_id for s in segments if isinstance(s, RemoteRange)]
+        guests = [s.link.guest_id for s in segments if isinstance(s, RemoteLayers)]
         self._times.keep(guests)
         if not guests:
             return
@@ -197,7 +224,7 @@ class Overlap:
         )
         batches = cut(arguments, self._step_context, context, plan.sizes)
         began_s = time.perf_counter()
-        spans = [s for s in self._segments if isinstance(s, RemoteRange)]
+        spans = [s for s in self._segments if isinstance(s, RemoteLayers)]
         if not Pipeline(self._segments, self._step_context, self._times).run(batches):
             return spans[0].zeros(arguments)
         self._count(plan, time.perf_counter() - began_s)
@@ -207,7 +234,7 @@ class Overlap:
         """Return host and guests in the order of a token's way, each with its number of layers."""
         layers: dict[str, int] = {}
         for segment in self._segments:
-            name = HERE if isinstance(segment, LayerChain) else segment.where.link.guest_id
+            name = HERE if isinstance(segment, LayerChain) else segment.link.guest_id
             layers[name] = layers.get(name, 0) + len(segment)
         return list(layers.items())
 

@@ -27,11 +27,11 @@ from banaserve.migration.microbatch.planner import HERE, MicroBatchWork, StageTi
 from banaserve.migration.modules.layer_proxy import (
     LayerChain,
     RangeProxy,
-    RemoteRange,
+    RemoteLayers,
     as_arguments,
 )
 
-Segment = LayerChain | RemoteRange
+Segment = LayerChain | RemoteLayers
 
 
 class Pipeline:
@@ -41,7 +41,6 @@ class Pipeline:
     as chunks of a prompt in separate steps do.
 
     Args:
-        segments: Segments of the model, in order.
         times: Times of the stages, which learn from each micro-batch.
     """
 
@@ -51,7 +50,7 @@ class Pipeline:
         self._segments = segments
         self._step_context = step_context
         self._times = times
-        self._waiting: deque[tuple[MicroBatch, RemoteRange]] = deque()
+        self._waiting: deque[tuple[MicroBatch, RemoteLayers]] = deque()
 
     def run(self, batches: Sequence[MicroBatch]) -> bool:
         """Take all micro-batches through all layers; return False if a guest was lost meanwhile."""
@@ -68,7 +67,7 @@ class Pipeline:
         except BaseException:
             # The engine ends with this error; writes of guests to the store have to end before.
             for _, span in self._waiting:
-                span.where.link.give_up("the step has failed here")
+                span.link.give_up("the step has failed here")
             raise
         finally:
             store_copier.hold_saves(False)
@@ -84,7 +83,7 @@ class Pipeline:
             while batch.place < len(self._segments):
                 segment = self._segments[batch.place]
                 batch.place += 1
-                if isinstance(segment, RemoteRange):
+                if isinstance(segment, RemoteLayers):
                     self._submit(batch, segment)
                     break
                 self._compute(batch, segment)
@@ -95,10 +94,10 @@ class Pipeline:
         with override_forward_context(batch.context):
             batch.take(layers.run(batch.arguments))
 
-    def _submit(self, batch: MicroBatch, span: RemoteRange) -> None:
+    def _submit(self, batch: MicroBatch, span: RemoteLayers) -> None:
         span.wait_for_loads()
         saves = None if batch.num_behind else span.slots_to_fill()
-        span.where.submit(batch.arguments, batch.num_behind, saves)
+        span.submit(batch.arguments, batch.num_behind, saves)
         self._waiting.append((batch, span))
 
     def _can_feed_another(self) -> bool:
@@ -107,15 +106,13 @@ class Pipeline:
             return False
         batch, span = self._waiting[0]
         ahead = self._segments[batch.place :]
-        return any(isinstance(s, RemoteRange) for s in ahead) and span.where.link.has_answer()
+        return any(isinstance(s, RemoteLayers) for s in ahead) and span.link.has_answer()
 
     def _collect(self) -> MicroBatch:
         """Wait for the micro-batch that was submitted first, and return it."""
         batch, span = self._waiting.popleft()
-        values = span.where.collect(batch.hidden_states)
-        batch.take(span.returned(values))
-        link = span.where.link
-        self._times.observe(link.guest_id, len(span), batch.work, link.run_s)
+        batch.take(span.collect(batch.hidden_states))
+        self._times.observe(span.link.guest_id, len(span), batch.work, span.link.run_s)
         if batch.num_behind == 0:
             store_copier.hold_saves(False)
             span.save(batch.context.attn_metadata)
@@ -123,12 +120,12 @@ class Pipeline:
 
     def _end(self, error: GuestLostError, most_tokens: int) -> None:
         """Drop all pending answers, so that the next request to a guest gets its own answer."""
-        spans = {s.where.link: s for s in self._segments if isinstance(s, RemoteRange)}
+        spans = {s.link: s for s in self._segments if isinstance(s, RemoteLayers)}
         for link in spans:
             link.drop(most_tokens)
         for link, span in spans.items():
             if link.lost is not None:
-                span.on_lost(error)
+                span.lost(error)
 
 
 def segments_of(modules: Sequence[nn.Module]) -> list[Segment]:
@@ -154,13 +151,10 @@ class MicroBatch:
     """Consecutive tokens of a step on their way through the layers.
 
     Attributes:
-        arguments: Arguments of the next layer, by parameter name.
-        common: Batch of these tokens.
         context: vLLM's forward context for these tokens.
         num_behind: Number of micro-batches of the step with later tokens.
         place: Number of the model's segments that the micro-batch has entered.
         returned: Values of the layer that the micro-batch has passed last.
-        host_s: Time of the host for the micro-batch, in seconds.
     """
 
     arguments: dict[str, Any]

@@ -33,7 +33,6 @@ class MicroBatchWork:
     """Work of a step or a micro-batch.
 
     Attributes:
-        tokens: Number of tokens that are computed.
         pairs: Number of pairs of a computed token and a token that it attends to.
     """
 
@@ -96,7 +95,6 @@ def plan_microbatches(
     Args:
         stages: Host and guests in the order of a token's way, each with its number of layers.
         seen: Number of tokens that each token of the step attends to, including itself.
-        max_microbatches: Maximum number of micro-batches.
     """
     at_most = max(1, min(max_microbatches, len(seen) // LEAST_TOKENS))
     if at_most == 1:  # the case of most decode steps: there is no choice to make

@@ -7,7 +7,7 @@ a step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,15 +20,18 @@ from banaserve.engine.compat.runner.attention import CommonAttentionMetadata
 from banaserve.kernels.interface import Batch, PartialAttention
 from banaserve.kernels.registry import pick
 from banaserve.migration.kv.dirty_blocks import RemoteBlocks
+from banaserve.migration.kv.remote_kv import UnitLocation
 from banaserve.migration.kv.step_context import StepContext
-from banaserve.migration.kv.unit_location import UnitLocation
-from banaserve.migration.modules.guest_questions import GuestQuestion, GuestQuestions
 from banaserve.migration.modules.paged_attention import Pages
-from banaserve.migration.modules.replaced_attention import AttentionStep, ReplacedAttention
+from banaserve.migration.modules.split_attention import (
+    AttentionStep,
+    GuestQuestion,
+    GuestQuestions,
+    OnLost,
+    RemoteAttention,
+    SplitAttention,
+)
 from banaserve.migration.ranks import Ranks
-from banaserve.migration.rpc import messages
-from banaserve.migration.rpc.guest_client import GuestClient
-from banaserve.migration.rpc.tensors import to_device
 
 _Ints = npt.NDArray[np.int64]
 _Marks = npt.NDArray[np.bool_]
@@ -137,41 +140,21 @@ def _without(
     return replace(common, **changed)
 
 
-class RunContext(messages.Run, frozen=True, tag=True):
-    """Request for one layer's step over older blocks; the first tensor has the queries.
+class RemoteContext(RemoteAttention):
+    """Steps over older blocks of some layers in one guest; the answer has a log-sum-exp too.
 
-    The queries are those of the sequences with blocks in the guest. The answer is the output and
-    the log-sum-exp, float32.
-
-    Attributes:
-        step_id: Id of the step; ``step`` is None if the unit has this step's description already.
-        step: ``block_table``, ``query_start`` and ``num_tokens`` of these sequences: the fields of
-            ``kernels.interface.Batch`` that are needed without a mask.
-    """
-
-    step_id: int
-    name: str
-    step: dict[str, Any] | None
-
-
-class RemoteContext:
-    """Steps over older blocks of some layers in one guest.
-
-    ``submit`` and ``collect`` raise ``GuestLostError`` if the guest is lost.
+    The queries are those of the sequences with blocks in the guest. The description has
+    ``block_table``, ``query_start`` and ``num_tokens`` of these sequences: the fields of
+    ``kernels.interface.Batch`` that are needed without a mask.
     """
 
     def __init__(
         self, residence: UnitLocation, away: RemoteBlocks, step_context: StepContext
     ) -> None:
-        self._residence = residence
+        super().__init__(residence, step_context)
         self._away = away
-        self._step_context = step_context
-        self._planned_step = self._described_step = 0
+        self._planned_step = 0
         self._plan: ContextPlan | None = None
-
-    @property
-    def link(self) -> GuestClient:
-        return self._residence.link
 
     def plan(self) -> ContextPlan | None:
         """Return the division of the step under way, made once for all layers."""
@@ -182,38 +165,17 @@ class RemoteContext:
             self._planned_step = step_context.step_id
         return self._plan
 
-    def submit(self, name: str, query: torch.Tensor) -> None:
-        """Send queries ``[num_tokens, num_heads, head_size]`` of one layer."""
-        residence, step_id = self._residence, self._step_context.step_id
+    def _description(self) -> Mapping[str, Any]:
         assert self._plan is not None
-        bundle = self.link.bundle()
-        bundle.put(query)
-        step: dict[str, Any] | None = None
-        if self._described_step != step_id:
-            batch = self._plan.remote
-            fields = {
-                "block_table": batch.block_table,
-                "query_start": batch.query_start,
-                "num_tokens": batch.range_end,
-            }
-            step = bundle.put_all(fields)
-        self._described_step = step_id
-        request = RunContext(residence.unit_id, residence.working_epoch, step_id, name, step)
-        self.link.submit(request, bundle)
-
-    def collect(self, query: torch.Tensor) -> PartialAttention:
-        """Return the attention over the guest's blocks, float32."""
-        outputs = self.link.collect(self._step_context.num_tokens)
-        if len(outputs) != 2:
-            raise self.link.give_up("a step over older blocks was answered without log-sum-exp")
-        output, lse = outputs
-        wanted = query.float()
-        self.link.check_shape(output, wanted)
-        self.link.check_shape(lse, wanted[..., 0])
-        return PartialAttention(*(to_device(tensor, query.device) for tensor in (output, lse)))
+        batch = self._plan.remote
+        return {
+            "block_table": batch.block_table,
+            "query_start": batch.query_start,
+            "num_tokens": batch.range_end,
+        }
 
 
-class ContextAttention(ReplacedAttention):
+class ContextAttention(SplitAttention):
     """Attention over split sequences: host and guest attend over their blocks; results are merged.
 
     BanaServe Eq. 10 in corrected form: a part is weighted by the exponential of its log-sum-exp,
@@ -222,8 +184,6 @@ class ContextAttention(ReplacedAttention):
     New keys and values are written by the replaced implementation: new blocks are always here.
 
     Args:
-        layer: vLLM's attention module, whose ``impl`` this object becomes.
-        on_lost: Called when the guest is lost in the middle of a step.
         pages: Attention over the pages of the layer's KV.
         ranks: Tensor-parallel ranks of the engine; each splits the same blocks of its own heads.
     """
@@ -233,17 +193,13 @@ class ContextAttention(ReplacedAttention):
         layer: Any,
         name: str,
         step_context: StepContext,
-        on_lost: Callable[[GuestClient, GuestLostError], None],
+        on_lost: OnLost,
         pages: Pages,
         ranks: Ranks,
     ) -> None:
-        super().__init__(layer)
-        self._layer = layer
+        super().__init__(layer, name, step_context, on_lost)
         self._pages = pages
         self._ranks = ranks
-        self._name = name
-        self._step_context = step_context
-        self._on_lost = on_lost
         self._remote: RemoteContext | None = None
 
     def arrange(self, remote: RemoteContext | None) -> None:
@@ -256,12 +212,13 @@ class ContextAttention(ReplacedAttention):
 
     def _fill(self, output: torch.Tensor, step: AttentionStep) -> None:
         remote = self._remote
-        plan = remote.plan() if remote is not None else None
         assert remote is not None
+        plan = remote.plan()
         assert plan is not None
         asking = step.query[plan.rows]
         submit = functools.partial(remote.submit, self._name, asking)
-        collect = functools.partial(remote.collect, asking)
+        wanted = asking.float()
+        collect = functools.partial(remote.collect, wanted, wanted[..., 0])
         asked = GuestQuestions([GuestQuestion(remote.link, submit, collect)])
         if plan.others is not None:
             rows = plan.other_rows
@@ -274,7 +231,7 @@ class ContextAttention(ReplacedAttention):
         parts = [self._pages.attend(asking, *own_blocks, causal=True)]
         (answer,) = asked.answers()
         lost = answer if isinstance(answer, GuestLostError) else None
-        parts += [] if isinstance(answer, GuestLostError) else [answer]
+        parts += [] if isinstance(answer, GuestLostError) else [PartialAttention(*answer)]
         if (lost := self._ranks.lost(lost, remote.link.give_up)) is not None:
             self._on_lost(remote.link, lost)  # the step's output is dropped
         merged = pick(output.device).kernels.merge(parts)

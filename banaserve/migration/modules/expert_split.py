@@ -22,10 +22,10 @@ from banaserve.engine.compat.runner.experts import (
     place_experts,
     run_shared_experts,
 )
+from banaserve.migration.kv.remote_kv import UnitLocation
 from banaserve.migration.kv.step_context import StepContext
-from banaserve.migration.kv.unit_location import UnitLocation
-from banaserve.migration.modules.eager_break import call_in_break, is_capturing
-from banaserve.migration.modules.guest_questions import GuestQuestion, GuestQuestions
+from banaserve.migration.modules.split_attention import GuestQuestion, GuestQuestions
+from banaserve.migration.modules.step_graphs import call_in_break, is_capturing
 from banaserve.migration.ranks import OTHER_FAILED, Ranks
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.guest_client import GuestClient
@@ -93,13 +93,8 @@ class SplitExperts:
     """The routed experts of one layer; all at home until ``arrange`` says otherwise.
 
     Args:
-        experts: vLLM's module of routed experts.
-        on_lost: Called with a guest that is lost in the middle of a step.
         ranks: Tensor-parallel ranks of the engine, each of which has a part of each expert.
         step_context: Step under way; None if batches are never padded.
-
-    Attributes:
-        experts: vLLM's module of routed experts, as given.
     """
 
     def __init__(

@@ -15,10 +15,9 @@ from banaserve.engine.compat.runner.attention import (
 from banaserve.kernels.interface import Kernels
 from banaserve.kernels.layouts import key_value_views
 from banaserve.migration.modules.paged_attention import (
-    Pages,
+    KvPages,
     StepBatches,
     all_heads,
-    pages_of,
     write_tokens,
 )
 from banaserve.migration.rpc.messages import AttentionSlice
@@ -51,10 +50,10 @@ class VllmHeadAttention:
         """Return a step's data for ``run``; equal for all layers with the same number of heads."""
         return self._builder.build(0, common)
 
-    def pages(self) -> Pages:
+    def pages(self) -> KvPages:
         """Return the attention over the pages of the KV cache."""
         assert self._kv_cache is not None
-        return pages_of(self._attention, self._attention.impl, self._kv_cache)
+        return KvPages.of(self._attention, self._attention.impl, self._kv_cache)
 
     def run(
         self,
@@ -88,7 +87,7 @@ class VllmHeadAttention:
 
 
 class KernelsHeadAttention:
-    """Attention of heads through the kernels of the KV's device."""
+    """Attention of heads through the kernels of the KV's device; see ``VllmHeadAttention``."""
 
     def __init__(self, part: AttentionSlice, kv_cache: torch.Tensor, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -97,7 +96,6 @@ class KernelsHeadAttention:
         self._kv_cache: torch.Tensor | None = kv_cache
 
     def metadata(self, common: CommonAttentionMetadata) -> Any:
-        """See ``VllmHeadAttention``."""
         return StepBatches().of(common)
 
     def run(
@@ -108,7 +106,6 @@ class KernelsHeadAttention:
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> torch.Tensor:
-        """See ``VllmHeadAttention``."""
         assert self._kv_cache is not None
         with torch.inference_mode():
             write_tokens(self._kv_cache, key, value, slot_mapping)
@@ -119,7 +116,6 @@ class KernelsHeadAttention:
         return part.output
 
     def close(self) -> None:
-        """See ``VllmHeadAttention``."""
         self._kv_cache = None
 
 

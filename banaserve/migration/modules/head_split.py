@@ -1,12 +1,12 @@
 """Attention of a layer with split KV heads: some here, others in guests, outputs side by side.
 
-``SplitAttention`` replaces an attention's implementation.
+``SplitHeads`` replaces an attention's implementation.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,15 +15,17 @@ from banaserve.base.errors import GuestLostError
 from banaserve.engine.compat.config import VllmConfig
 from banaserve.engine.compat.runner.attention import some_heads
 from banaserve.kernels.interface import Heads
+from banaserve.migration.kv.dirty_blocks import spans
 from banaserve.migration.kv.step_context import StepContext
-from banaserve.migration.kv.unit_location import UnitLocation
-from banaserve.migration.modules.guest_questions import GuestQuestion, GuestQuestions
 from banaserve.migration.modules.paged_attention import KernelsAttention, write_tokens
-from banaserve.migration.modules.replaced_attention import AttentionStep, ReplacedAttention
-from banaserve.migration.ranges import spans
-from banaserve.migration.rpc import messages
-from banaserve.migration.rpc.guest_client import GuestClient
-from banaserve.migration.rpc.tensors import to_device
+from banaserve.migration.modules.split_attention import (
+    AttentionStep,
+    GuestQuestion,
+    GuestQuestions,
+    OnLost,
+    RemoteAttention,
+    SplitAttention,
+)
 
 
 def index_of(layer: Any, heads: Sequence[int]) -> torch.Tensor:
@@ -89,7 +91,7 @@ class _Group:
 
 
 class KernelsHeads:
-    """The heads here on our kernels, which attend with any heads."""
+    """The heads here on our kernels, which attend with any heads; see ``VllmHeads``."""
 
     def __init__(
         self,
@@ -108,18 +110,14 @@ class KernelsHeads:
     def write(
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        """See ``VllmHeads``.
-
-        On a GPU all heads are written, by the kernel that writes them while all are here: that call
-        may be in a CUDA graph, and the memory of heads that are away is not given back.
-        """
+        # On a GPU all heads are written, by the kernel that writes them while all are here: that
+        # call may be in a CUDA graph, and the memory of heads that are away is not given back.
         if self._attention.splits_only:
             self._attention.do_kv_cache_update(self._layer, key, value, kv_cache, slots)
         elif self._here:
             write_tokens(kv_cache, key, value, slots, self._here)
 
     def attend(self, query: torch.Tensor, kv_cache: torch.Tensor, output: torch.Tensor) -> None:
-        """See ``VllmHeads``."""
         if self._here:
             # vLLM's metadata depends on its backend; the batch that it was made from does not.
             batch = self._step_context.common
@@ -127,84 +125,25 @@ class KernelsHeads:
             output[:, self._query_heads] = own
 
 
-class RunHeads(messages.Run, frozen=True, tag=True):
-    """Request for one step of heads of one layer; the first tensors are query, key and value.
-
-    Attributes:
-        step_id: Id of the step; ``step`` is None if this guest has the step's metadata already.
-        name: Name of the attention on the host.
-    """
-
-    step_id: int
-    name: str
-    step: dict[str, Any] | None
-
-
-class RemoteHeads:
-    """Steps of some heads of one layer in one guest.
-
-    ``submit`` and ``collect`` raise ``GuestLostError`` if the guest is lost.
-    """
-
-    def __init__(self, residence: UnitLocation, name: str, step_context: StepContext) -> None:
-        self._residence = residence
-        self._name = name
-        self._step_context = step_context
-        self._query: torch.Tensor | None = None
-
-    @property
-    def link(self) -> GuestClient:
-        return self._residence.link
-
-    def submit(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Send queries and new keys and values, ``[num_tokens, heads, head_size]``."""
-        residence, step_context = self._residence, self._step_context
-        bundle = self.link.bundle()
-        for tensor in (query, key, value):
-            bundle.put(tensor)
-        self._query = query
-        link = residence.link
-        step = (
-            bundle.put_all(step_context.fields())
-            if link.described_step != step_context.step_id
-            else None
-        )
-        link.described_step = step_context.step_id
-        request = RunHeads(
-            residence.unit_id, residence.working_epoch, step_context.step_id, self._name, step
-        )
-        link.submit(request, bundle)
-
-    def collect(self) -> torch.Tensor:
-        """Return the heads' attention output, ``[num_tokens, query heads, head_size]``."""
-        query, self._query = self._query, None
-        assert query is not None
-        outputs = self.link.collect(self._step_context.num_tokens)
-        output = self.link.check_shape(outputs[0] if outputs else None, query)
-        return to_device(output, query.device)
-
-
 class _Away(NamedTuple):
     """Heads that are in one guest; ``query_heads`` and ``kv_heads`` are indices in the layer."""
 
+    heads: Sequence[int]
     kv_heads: torch.Tensor
     query_heads: torch.Tensor
-    where: RemoteHeads
+    where: RemoteAttention
 
-    def question(self, step: AttentionStep) -> GuestQuestion[torch.Tensor]:
+    def question(self, name: str, step: AttentionStep) -> GuestQuestion[list[torch.Tensor]]:
         """Return the question of a step of the whole layer."""
+        query = step.query[:, self.query_heads]
         new = step.key[:, self.kv_heads], step.value[:, self.kv_heads]
-        submit = functools.partial(self.where.submit, step.query[:, self.query_heads], *new)
-        return GuestQuestion(self.where.link, submit, self.where.collect)
+        submit = functools.partial(self.where.submit, name, query, *new)
+        collect = functools.partial(self.where.collect, query)
+        return GuestQuestion(self.where.link, submit, collect)
 
 
-class SplitAttention(ReplacedAttention):
-    """Attention with heads in several places: outputs are put side by side, nothing is merged.
-
-    Args:
-        layer: vLLM's attention module, whose ``impl`` this object becomes.
-        on_lost: Called when a guest is lost in the middle of a step.
-    """
+class SplitHeads(SplitAttention):
+    """Attention with heads in several places: outputs are put side by side, nothing is merged."""
 
     def __init__(
         self,
@@ -212,27 +151,24 @@ class SplitAttention(ReplacedAttention):
         layer: Any,
         name: str,
         step_context: StepContext,
-        on_lost: Callable[[GuestClient, GuestLostError], None],
+        on_lost: OnLost,
     ) -> None:
-        super().__init__(layer)
-        self._layer = layer
+        super().__init__(layer, name, step_context, on_lost)
         self._config = config
-        self._name = name
-        self._step_context = step_context
-        self._on_lost = on_lost
         self._local: VllmHeads | KernelsHeads | None = None
-        self._remote: list[_Away] = []
+        self._units: dict[str, _Away] = {}
 
-    def arrange(self, remote: Mapping[Sequence[int], RemoteHeads]) -> None:
-        """Set which guests have which KV heads, between two steps; empty: the layer is whole."""
-        away = {head for heads in remote for head in heads}
-        here = [head for head in range(self._layer.num_kv_heads) if head not in away]
+    def arrange(self, unit_id: str, heads: Sequence[int], where: RemoteAttention | None) -> None:
+        """Set the guest with a unit's KV heads, between two steps; None: they are here."""
+        layer = self._layer
+        self._units = {name: one for name, one in self._units.items() if name != unit_id}
+        if where is not None:
+            indices = index_of(layer, heads), query_heads(layer, heads)
+            self._units[unit_id] = _Away(heads, *indices, where)
+        away = {head for one in self._units.values() for head in one.heads}
+        here = [head for head in range(layer.num_kv_heads) if head not in away]
         self._local = self._stay(here) if away else None
-        self._remote = [
-            _Away(index_of(self._layer, heads), query_heads(self._layer, heads), where)
-            for heads, where in ((sorted(heads), where) for heads, where in remote.items())
-        ]
-        self._install(self._layer, bool(away))
+        self._install(layer, bool(away))
 
     def _stay(self, here: Sequence[int]) -> VllmHeads | KernelsHeads:
         if isinstance(self.inner, KernelsAttention):
@@ -241,27 +177,20 @@ class SplitAttention(ReplacedAttention):
             self._config, self._layer, self.inner, self._name, here, self._step_context
         )
 
-    def do_kv_cache_update(
-        self,
-        layer: Any,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        """Write the new keys and values of the heads here."""
+    def do_kv_cache_update(self, layer: Any, *new: torch.Tensor) -> None:
+        """Write the new keys and values of the heads here; arguments are those of ``write``."""
         if self._local is not None:
-            self._local.write(key, value, kv_cache, slot_mapping)
+            self._local.write(*new)
 
     def _fill(self, output: torch.Tensor, step: AttentionStep) -> None:
-        local, remote = self._local, self._remote  # a guest that is lost changes them
+        local, units = self._local, self._units.values()  # a guest that is lost changes them
         assert local is not None
-        asked = GuestQuestions([one.question(step) for one in remote])
+        asked = GuestQuestions([one.question(self._name, step) for one in units])
         local.attend(step.query, step.kv_cache, output)
-        for away, answer in zip(remote, asked.answers(), strict=True):
+        for away, answer in zip(units, asked.answers(), strict=True):
             if isinstance(answer, GuestLostError):
                 self._on_lost(away.where.link, answer)
                 output[:, away.query_heads] = 0  # finite: the step's output is dropped
             else:
                 # In place: half the cost of concatenating on a CPU.
-                output[:, away.query_heads] = answer
+                output[:, away.query_heads] = answer[0]

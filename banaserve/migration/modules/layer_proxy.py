@@ -18,9 +18,15 @@ from torch import nn
 from banaserve.base.errors import GuestLostError
 from banaserve.engine.compat.runner.attention import get_forward_context
 from banaserve.migration.kv import store_copier
-from banaserve.migration.modules.eager_break import call_in_break
-from banaserve.migration.modules.remote_layers import RemoteLayers
+from banaserve.migration.kv.remote_kv import UnitLocation
+from banaserve.migration.kv.step_context import StepContext
+from banaserve.migration.modules.split_attention import OnLost
+from banaserve.migration.modules.step_graphs import call_in_break
+from banaserve.migration.ranks import Ranks
+from banaserve.migration.rpc import messages
+from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.migration.rpc.messages import SlotCopies
+from banaserve.migration.rpc.tensors import to_device
 
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -78,56 +84,100 @@ def by_name(
     return arguments
 
 
-class RemoteRange:
-    """A range of the model's layers, which can be swapped for proxies and back.
+class RunLayers(messages.Run, frozen=True, tag=True):
+    """Request for one step of a range of layers.
+
+    Attributes:
+        step: Attention metadata by field: a plain value, or a list that begins with the index of
+            a tensor.
+        arguments: Arguments of the first layer by parameter name, encoded like ``step``.
+        num_follow: Number of messages that the host sends next without waiting for this answer.
+        saves: Blocks to copy to the store before the answer, as they are after the step.
+    """
+
+    step: dict[str, Any]
+    arguments: dict[str, Any]
+    num_follow: int = 0
+    saves: SlotCopies | None = None
+
+    @property
+    def writes_store(self) -> bool:
+        return self.saves is not None
+
+
+class RemoteLayers:
+    """A range of the model's layers in a guest: proxies in the model's list, and the steps there.
+
+    ``run``, ``submit`` and ``collect`` raise ``GuestLostError`` if the guest is lost.
 
     Args:
         layers: The model's list of layers.
+        span: Indices of the range in that list, ascending.
         names: Names of the range's attentions, for which the store's hooks are called.
-        where: Channel to the layers in a guest.
+        on_lost: Called once when the guest is lost in the middle of a step.
 
     Attributes:
-        on_lost: Called once when the guest is lost in the middle of a step.
-        where: Channel to the guest that has the layers now.
         signature: Signature of the first layer.
     """
 
     def __init__(
         self,
         layers: nn.ModuleList,
-        start: int,
-        end: int,
+        span: Sequence[int],
         names: Sequence[str],
-        where: RemoteLayers,
-        on_lost: Callable[[GuestLostError], None],
+        step_context: StepContext,
+        ranks: Ranks,
+        on_lost: OnLost,
     ) -> None:
         self._layers = layers
-        self._span = range(start, end)
+        self._span = span
         self._names = names
         self._own = [layers[i] for i in self._span]
+        self._step_context = step_context
+        self._ranks = ranks
+        self._on_lost = on_lost
+        self._residence: UnitLocation | None = None
         self.signature = inspect.signature(self._own[0].forward)
         self._returns_residual = "residual" in self.signature.parameters
-        self.on_lost = on_lost
-        self.where = where
 
     def __len__(self) -> int:
         return len(self._span)
 
-    def redirect(self, where: RemoteLayers, on_lost: Callable[[GuestLostError], None]) -> None:
-        """Run the layers in another guest from now on."""
-        self.where, self.on_lost = where, on_lost
+    @property
+    def link(self) -> GuestClient:
+        """Client of the guest that has the layers now, or had them last."""
+        return self._place.link
 
-    def swap_out(self) -> None:
-        """Put proxies in place of the layers; between two steps only."""
+    @property
+    def _place(self) -> UnitLocation:
+        assert self._residence is not None
+        return self._residence
+
+    # ---- between two steps, and when the guest is lost in one
+
+    def arrange(self, residence: UnitLocation | None) -> None:
+        """Run the layers in a guest from now on; None: put them back, for good.
+
+        A step under way ends with the values of the proxies.
+        """
+        if residence is None:
+            for index, layer in zip(self._span, self._own, strict=True):
+                self._layers[index] = layer
+            return
+        is_away = self._residence is not None
+        self._residence = residence
+        if is_away:
+            return  # the same proxies ask the next guest
         first = RangeProxy(self)
-        self._layers[self._span.start] = first
+        self._layers[self._span[0]] = first
         for index in self._span[1:]:
             self._layers[index] = _Follower(first)
 
-    def swap_in(self) -> None:
-        """Put the layers back; a step under way ends with the values of the proxies."""
-        for index, layer in zip(self._span, self._own, strict=True):
-            self._layers[index] = layer
+    def lost(self, error: GuestLostError) -> None:
+        """Report that the guest is lost in the middle of a step."""
+        self._on_lost(self.link, error)
+
+    # ---- in a step
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the range's part of one step; zeros if the guest is lost or there is no batch."""
@@ -139,12 +189,27 @@ class RemoteRange:
             return self.zeros(arguments)
         try:
             self.wait_for_loads()
-            returned = self.returned(self.where.run(arguments, self.slots_to_fill()))
+            returned = self.run(arguments, self.slots_to_fill())
         except GuestLostError as lost:
-            self.on_lost(lost)
+            self.lost(lost)
             return self.zeros(arguments)
         self.save(metadata)
         return returned
+
+    def run(self, arguments: Mapping[str, Any], saves: SlotCopies | None = None) -> Any:
+        """Run one step in the guest and return the last layer's values, without padding's rows.
+
+        Args:
+            arguments: Arguments of the first layer, by parameter name.
+            saves: Blocks for the guest to copy to the store; ``link.save_s`` is None if it did not.
+        """
+
+        def work() -> Any:
+            mine = without_padding(arguments, self._step_context.num_tokens)
+            self.submit(mine, 0, saves)
+            return self.collect(mine["hidden_states"])
+
+        return self._ranks.step(work, self.link.give_up)
 
     # ---- single actions of a step in parts
 
@@ -154,19 +219,46 @@ class RemoteRange:
 
     def slots_to_fill(self) -> SlotCopies | None:
         """Return the blocks of this step that the guest is to save; None if it is to save none."""
-        return store_copier.slots_to_fill() if self.where.can_save else None
+        can_save = self._place.saves and self.link.can_be_ended
+        return store_copier.slots_to_fill() if can_save else None
+
+    def submit(
+        self, arguments: Mapping[str, Any], num_follow: int, saves: SlotCopies | None = None
+    ) -> None:
+        """Send a part of a step without waiting.
+
+        Args:
+            num_follow: Number of parts that are submitted before any other request to this guest.
+            saves: Blocks of the whole step, given with its last part; see ``run``.
+        """
+        bundle = self.link.bundle()
+        request = RunLayers(
+            self._place.unit_id,
+            self._place.working_epoch,
+            bundle.put_all(self._step_context.fields()),
+            bundle.put_all(arguments),
+            num_follow,
+            saves,
+        )
+        self.link.submit(request, bundle)
+
+    def collect(self, hidden_states: torch.Tensor) -> Any:
+        """Return the last layer's values for the part submitted first, given its input."""
+        returned = self.link.collect(hidden_states.shape[0])
+        for number, tensor in enumerate(returned or [None]):
+            if tensor is not None or not number:
+                self.link.check_shape(tensor, hidden_states)
+        device = hidden_states.device
+        values = [None if tensor is None else to_device(tensor, device) for tensor in returned]
+        return tuple(values) if self._returns_residual else values[0]
 
     def save(self, metadata: Any) -> None:
         """Report that the range's blocks of this step may be saved, or that the guest did it."""
-        save_s = self.where.link.save_s
+        save_s = self.link.save_s
         if save_s is None:
             store_copier.save_layers(self._names, metadata)
         else:
             store_copier.saved_elsewhere(self._names, save_s)
-
-    def returned(self, values: Sequence[torch.Tensor | None]) -> Any:
-        """Return a guest's values in the form of the last layer's values."""
-        return tuple(values) if self._returns_residual else values[0]
 
     def zeros(self, arguments: Mapping[str, Any]) -> Any:
         """Return zeros with which a step goes on whose output will be dropped."""
@@ -174,12 +266,31 @@ class RemoteRange:
         return (zeros, zeros.clone()) if self._returns_residual else zeros
 
 
+def without_padding(arguments: Mapping[str, Any], num_tokens: int) -> Mapping[str, Any]:
+    """Return the arguments of a layer with the rows of the batch's tokens alone.
+
+    A CUDA graph has more rows than the batch for which it is replayed.
+    """
+    num_rows = len(arguments["hidden_states"])
+    if num_rows == num_tokens:
+        return arguments
+    return {name: _cut(value, num_rows, num_tokens) for name, value in arguments.items()}
+
+
+def _cut(value: Any, num_rows: int, num_tokens: int) -> Any:
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return value
+    # Positions may have several rows for each token, and then the tokens come last.
+    dim = 0 if value.is_floating_point() else -1
+    return value.narrow(dim, 0, num_tokens) if value.shape[dim] == num_rows else value
+
+
 class RangeProxy(nn.Module):
     """Proxy in the place of the first layer, which runs the whole range."""
 
-    span: RemoteRange
+    span: RemoteLayers
 
-    def __init__(self, span: RemoteRange) -> None:
+    def __init__(self, span: RemoteLayers) -> None:
         super().__init__()
         object.__setattr__(self, "span", span)
         self.returned: Any = None

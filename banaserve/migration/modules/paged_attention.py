@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from banaserve.base.errors import MigrationError
-from banaserve.engine.compat.runner_hooks import window_tokens
+from banaserve.engine.compat.runner.hooks import window_tokens
 from banaserve.kernels.interface import Batch, Heads, Kernels, PartialAttention
 from banaserve.kernels.layouts import key_value_views
-from banaserve.migration.modules.replaced_attention import AttentionStep, ReplacedAttention
+from banaserve.migration.modules.split_attention import AttentionStep, ReplacedAttention
 
 
 class StepBatches:
@@ -86,13 +86,8 @@ class KernelsAttention(ReplacedAttention):
 
     Args:
         layer: vLLM's attention module, whose ``impl`` this object becomes.
-        batches: Batches of the steps of the engine, or of the guest's unit.
         splits_only: True to attend with ``inner`` while all heads are here; ``inner`` keeps its KV
             in the layout that the kernels read.
-
-    Attributes:
-        kernels: Kernels that compute the attention.
-        splits_only: True if ``inner`` attends while all heads are here.
 
     Raises:
         MigrationError: The attention uses more than keys and queries, or the kernels do not
@@ -115,19 +110,13 @@ class KernelsAttention(ReplacedAttention):
         self._heads = all_heads(layer.num_heads, layer.num_kv_heads)
         self._install(layer)
 
-    def do_kv_cache_update(
-        self,
-        layer: Any,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        """Write the new keys and values, as vLLM's implementation does."""
+    def do_kv_cache_update(self, layer: Any, *new: torch.Tensor) -> None:
+        """Write new ``key`` and ``value`` to ``kv_cache`` at ``slot_mapping``, as vLLM does."""
         if self.splits_only:
-            self.inner.do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            self.inner.do_kv_cache_update(layer, *new)
             return
-        write_tokens(kv_cache, key, value, slot_mapping)
+        key, value, kv_cache, slots = new
+        write_tokens(kv_cache, key, value, slots)
 
     def _leaves_to_inner(self) -> bool:
         return self.splits_only
@@ -186,11 +175,7 @@ def all_heads(num_heads: int, num_kv_heads: int) -> Heads:
 
 
 def check_plain(layer: Any, name: str, kernels: Kernels) -> None:
-    """Refuse an attention that ``kernels`` would compute differently from vLLM.
-
-    Raises:
-        MigrationError: The attention is refused; the message states the reason.
-    """
+    """Refuse with the reason an attention that ``kernels`` would compute differently from vLLM."""
     impl = layer.impl
     for is_there, what in (
         (window_tokens(impl) is not None, "a sliding window"),
@@ -358,20 +343,6 @@ class KvPages:
 
 Pages = KvPages | DevicePages
 """Attention over the pages of a KV cache, which are read in place."""
-
-
-def pages_of(
-    attention: Any, impl: Any, kv_cache: torch.Tensor, kernels: Kernels | None = None
-) -> Pages:
-    """Return the attention over pages of a vLLM attention module with implementation ``impl``.
-
-    Args:
-        kernels: Kernels that compute this attention; None: vLLM's own.
-
-    Raises:
-        MigrationError: Keys and values are not stored as they are written.
-    """
-    return KvPages.of(attention, impl, kv_cache) if kernels is None else DevicePages(kernels)
 
 
 class _Order:

@@ -54,13 +54,9 @@ class PartialModel:
     """Layers ``start`` to ``end - 1`` with their weights; KV is bound afterwards.
 
     Args:
-        path: Path of the model's list of layers in the model.
-        device: Device of weights and KV.
         kernels: Kernels of the attention; None: vLLM's own.
 
     Attributes:
-        layers: The layers, in order.
-        attentions: The attention modules by name, in layer order.
         weight_bytes: Bytes of all parameters.
     """
 
@@ -127,12 +123,6 @@ class PartialModel:
         self, common: CommonAttentionMetadata, arguments: Mapping[str, Any], around: Around
     ) -> Any:
         """Run one step through all layers.
-
-        Args:
-            common: The host's batch.
-            arguments: Arguments of the first layer, by parameter name; the other layers get the
-                same, except for the values that the layer before has returned.
-            around: Factory of contexts; each layer runs within one.
 
         Returns:
             The values of the last layer.

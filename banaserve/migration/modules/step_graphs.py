@@ -1,6 +1,12 @@
 """CUDA graphs of the modules that a model has now, after some have been replaced.
 
 Graphs of the modules at home are kept: they hold weights and KV that stay at their addresses.
+
+The graphs of ``torch.compile`` hold the modules that existed when the graphs were made: modules
+that replace these later are never called. Attentions are an exception: a graph only names them.
+CUDA graphs are the same in both respects, but they can be captured again. A module that asks a
+guest cannot be captured, since a graph that is replayed calls no Python: in a capture it becomes a
+break, which every replay calls.
 """
 
 from __future__ import annotations
@@ -8,11 +14,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
+import torch
+from torch import nn
+
+from banaserve.engine.compat.runner import graphs
 from banaserve.engine.compat.runner.graphs import RunnerGraphs
-from banaserve.migration.kv.device_wait import no_wait
+from banaserve.engine.compat.runner.model import leave_graphs
+from banaserve.migration.kv.slabs import no_wait
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +40,6 @@ class StepGraphs:
 
     Steps whose graph has not been captured run without one. Graphs are captured between two steps,
     at most one before a step.
-
-    Attributes:
-        num_captured: Number of graphs captured so far.
     """
 
     def __init__(self, graphs: RunnerGraphs) -> None:
@@ -95,3 +104,84 @@ class StepGraphs:
             return True
         self._wanted[num_tokens] += 1
         return False
+
+
+Given = Mapping[str, Any]
+
+
+def is_capturing() -> bool:
+    """Return whether the kernels of this thread are being captured instead of computing."""
+    return graphs.capture_under_way() is not None
+
+
+def call_in_break(call: Callable[[Given], Any], blank: Callable[[Given], Any], given: Given) -> Any:
+    """Return ``call(given)``: a tensor or a tuple of tensors and None, with a row for each token.
+
+    In a capture, the tensors of ``blank(given)`` are returned instead, and every replay copies into
+    them what ``call(given)`` returns then. If that has fewer rows, as for a batch that is smaller
+    than its graph, the other rows are zero.
+
+    Args:
+        blank: Function that returns new tensors like those of ``call`` without reading any: in a
+            capture, tensors have no values yet.
+        given: Values by name; in a capture tensors of the graph.
+    """
+    capture = graphs.capture_under_way()
+    if capture is None:
+        return call(given)
+    # The graph owns the memory: a reference would keep later tensors from using it again.
+    weak = {name: graphs.weakly(value) for name, value in given.items()}
+    return capture.add_eager(_Break(lambda: call(weak), lambda: blank(weak)))
+
+
+class _Break:
+    """Callable of a graph; the first call is in the capture, and the others are in replays."""
+
+    def __init__(self, call: Callable[[], Any], blank: Callable[[], Any]) -> None:
+        self._call = call
+        self._blank = blank
+        self._static: Any = None
+
+    def __call__(self) -> Any:
+        if self._static is None:
+            # Made here and not before: now nothing is captured, and the graph reads these.
+            self._static = self._blank()
+        else:
+            for static, new in zip(_tuple(self._static), _tuple(self._call()), strict=True):
+                _fill(static, new)
+        return self._static
+
+
+def _fill(static: torch.Tensor, new: torch.Tensor | None) -> None:
+    num_rows = 0 if new is None else len(new)
+    if new is not None:
+        static[:num_rows].copy_(new)
+    static[num_rows:].zero_()
+
+
+def _tuple(values: Any) -> tuple[Any, ...]:
+    return values if isinstance(values, tuple) else (values,)
+
+
+class CompiledModel:
+    """A model that runs as compiled code unless its modules have to be called."""
+
+    def __init__(self, model: nn.Module, graphs: StepGraphs | None = None) -> None:
+        self._model = model
+        self._graphs = graphs
+        self._reasons: set[str] = set()
+        self._handle: Any = None
+
+    def call_modules(self, reason: str, *, wanted: bool) -> None:
+        """Add or remove a reason to call the modules one by one, from the next step on.
+
+        CUDA graphs are captured for a set of reasons, which must therefore name what is replaced.
+        """
+        (self._reasons.add if wanted else self._reasons.discard)(reason)
+        if self._reasons and self._handle is None:
+            self._handle = leave_graphs(self._model)
+        elif not self._reasons and self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        if self._graphs is not None:
+            self._graphs.replace(self._reasons)

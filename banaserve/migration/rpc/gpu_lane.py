@@ -94,10 +94,6 @@ class HostLane:
 
     Requests are put together, sent and answered in one order, by one thread at a time.
 
-    Args:
-        region: The region as opened.
-        device: Device of the host's tensors.
-
     Attributes:
         num_passed: Number of tensors that did not go through host memory, in either direction.
     """
@@ -179,9 +175,6 @@ class HostLane:
 
 class GuestLane:
     """The guest's end, which offers the region.
-
-    Args:
-        device: Device of the guest's tensors.
 
     Raises:
         TransportError: There is no memory, or the transport cannot offer it.

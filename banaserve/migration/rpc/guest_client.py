@@ -73,16 +73,10 @@ class GuestClient:
             still ``SIBLINGS_FACTOR`` times as long, since it waits for those of the others.
 
     Attributes:
-        lost: Reason why the guest was given up; None if it was not.
-        round_trips: Number of answers to steps.
-        described_step: Id of the last step whose metadata was sent to the guest with heads.
         run_s: Time the guest took to compute its last answer, in seconds.
         share: Fraction of the time that the guest may compute; it stands still in between.
         save_s: Time the guest took to save the blocks of its last answer, in seconds; None if it
             did not save them.
-        num_saved: Number of answers whose blocks the guest saved.
-        way: See ``GuestLinkStatus``.
-        lane: Memory of a GPU through which large tensors pass; None if they go through host memory.
     """
 
     def __init__(
@@ -100,7 +94,6 @@ class GuestClient:
         self.transport = transport
         self.lost: str | None = None
         self.round_trips = 0
-        self.described_step = 0
         self.run_s, self.share = 0.0, 1.0
         self.save_s: float | None = None
         self.num_saved = 0
@@ -267,11 +260,7 @@ class GuestClient:
         return bool(poll.poll(0))
 
     def drop(self, num_tokens: int) -> None:
-        """Wait for the answers to all submissions, and discard them.
-
-        Args:
-            num_tokens: Number of tokens of the largest part.
-        """
+        """Wait for the answers to all submissions, and discard them."""
         while self._submitted_s:
             with contextlib.suppress(GuestLostError):
                 self.collect(num_tokens)

@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -23,6 +24,7 @@ from banaserve.transport.interface import Transport, TransportOptions
 from banaserve.transport.regions.descriptor import RegionDescriptor
 from banaserve.transport.registry import NIXL, create
 
+Unit = TypeVar("Unit")
 _TCP = "tcp:"
 
 
@@ -33,10 +35,7 @@ class GuestAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         guest_id: Id of the guest; there is one guest for each host and target, or for each move.
         channel: Address of the guest's channel: path of a Unix socket, or ``tcp:HOST:PORT``.
         token: Secret that the host shows to the guest.
-        transport: Name of the transport for KV.
-        folder: Private folder of the run.
         secret: Secret of the transports of the run, in hex, at least 32 digits.
-        listen_host: Address for transports that use TCP.
         target: Id of the instance beside which the guest runs, on the same devices.
         is_elsewhere: True if the host runs on another machine than the guest.
         rank: Rank of the host's worker that this process serves: a guest has a process for each.
@@ -154,9 +153,7 @@ class AttentionSlice(msgspec.Struct, frozen=True):
     """Parameters with which a guest builds the attention of some KV heads of one layer.
 
     Attributes:
-        name: Name of the layer's attention on the host.
         num_heads: Number of query heads of these KV heads together.
-        num_kv_heads: Number of KV heads that move.
         sliding_window: Sliding window that the attention was built with; None if it has none.
     """
 
@@ -175,9 +172,7 @@ class KvShape(msgspec.Struct, frozen=True):
     Attributes:
         num_blocks: Number of blocks to reserve room for: the maximum of the host's pool.
         block_shape: Shape of one block of one layer with all its heads, ``[heads, ...]``.
-        dtype: Type of the cache's elements.
         layout: vLLM's name of the layout.
-        block_size_tokens: Number of tokens in a block.
     """
 
     num_blocks: int
@@ -191,7 +186,6 @@ class StorePlace(msgspec.Struct, frozen=True):
     """Store of a host.
 
     Attributes:
-        socket: Path of the store's socket.
         client_name: Name of the host at the store: slots that the host has reserved are given to
             no other owner before every process that connects by this name is dead.
     """
@@ -205,7 +199,6 @@ class SlotCopies(msgspec.Struct, frozen=True):
     """Blocks of a unit, and the slots of the store that the host has reserved for them.
 
     Attributes:
-        generation: Generation of the store's pool.
         slots: Slot of the pool for each block.
     """
 
@@ -220,22 +213,24 @@ class GuestHello(msgspec.Struct, frozen=True, tag=True):
     token: str
 
 
-class Build(msgspec.Struct, frozen=True):
-    """Request to build a unit; each kind of unit adds its own fields.
+class Build(msgspec.Struct, Generic[Unit], frozen=True, tag="Build"):
+    """Request to build a unit.
 
     Attributes:
         num_backed_blocks: Number of blocks, from the first, that get their memory before the
             answer.
+        path: Path of the model's list of layers in the model.
+        slices: Attention of each layer, if its heads or blocks move without weights.
+        store: Store that the guest may save blocks to itself; None if it may not.
     """
 
     unit_id: str
     kv: KvShape
     num_backed_blocks: int
-
-    @property
-    def loads_weights(self) -> bool:
-        """Return whether the guest reads a checkpoint, which takes seconds."""
-        return False
+    modules: Unit
+    path: str = ""
+    slices: tuple[AttentionSlice, ...] = ()
+    store: StorePlace | None = None
 
 
 class Activate(msgspec.Struct, frozen=True, tag=True):
@@ -255,10 +250,7 @@ class CopyPages(msgspec.Struct, frozen=True, tag=True):
     """Request to copy pages from a unit's region to its device or back, if its KV is on a device.
 
     Attributes:
-        epoch: Epoch of the region.
-        to_device: True to copy from the region to the device, False to copy back.
         start: Offset of the first page in the region, in bytes; pages are grouped by attention.
-        names: Names of the attentions.
         blocks: Block ids, the same for each of the attentions.
     """
 
@@ -297,7 +289,7 @@ class UseLane(msgspec.Struct, frozen=True, tag=True):
 
 
 _CONTROL = GuestHello | UseLane | Activate | ReleaseUnit | CopyPages | GetUsage | SetShare
-Request = _CONTROL | Build | Run
+Request = _CONTROL | Build[Any] | Run
 
 
 class GuestReady(msgspec.Struct, frozen=True, tag=True):
@@ -317,10 +309,7 @@ class Built(msgspec.Struct, frozen=True, tag=True):
     """Answer to ``Build``: the unit is built and its KV is offered.
 
     Attributes:
-        region: Region with the KV of all attentions, or with pages on their way to the KV.
         places: Offset of each attention's KV in the region, in bytes, by name.
-        weight_bytes: Bytes of the parameters that were loaded.
-        saves: True if the guest can save blocks of the unit to the store.
         landing_bytes: Bytes of a region that only holds pages on their way, see ``CopyPages``; 0
             if the region holds the KV itself.
     """
@@ -357,7 +346,6 @@ class GuestUsage(msgspec.Struct, frozen=True, tag=True):
         weight_bytes: Bytes of the weights of the units that it has built.
         busy_s: Processor time spent computing since the last request, averaged over its threads,
             in seconds.
-        num_runs: Number of runs of units since the last request.
     """
 
     resident_bytes: int
@@ -392,7 +380,7 @@ def decode_reply(body: bytes) -> Reply:
         raise ProtocolError(f"that is no guest's answer: {str(error)!r}") from None
 
 
-def request_decoder(of_units: Iterable[type[Build] | type[Run]]) -> Callable[[bytes], Request]:
+def request_decoder(of_units: Iterable[type[Build[Any]] | type[Run]]) -> Callable[[bytes], Request]:
     """Return a decoder of a host's messages: those to every guest, and those of ``of_units``.
 
     The decoder raises ``msgspec.MsgspecError`` for any other message.

@@ -11,7 +11,7 @@ from banaserve.base.errors import MigrationError
 from banaserve.base.types import Module
 from banaserve.contracts.migration_api import MigrationRequest, Return
 from banaserve.contracts.move_phase import ModelGeometry
-from banaserve.migration.ranges import spans
+from banaserve.migration.kv.dirty_blocks import spans
 
 Cell = tuple[int, int]
 """A layer with the number of a head or expert in it; 0 for units that are given by layers."""
@@ -105,11 +105,7 @@ class MigrationUnit(msgspec.Struct, frozen=True):
     # ---- on the host
 
     def check_attention(self, attention: Any, name: str) -> None:
-        """Refuse a vLLM attention that cannot be moved in this kind of unit; accept every one here.
-
-        Raises:
-            MigrationError: The attention cannot be moved; the message states the reason.
-        """
+        """Refuse, by a ``MigrationError``, an attention that this kind of unit cannot move."""
 
 
 class LayerSpan(MigrationUnit, frozen=True):
@@ -223,7 +219,6 @@ def check_free(modules: MigrationUnit, others: Mapping[str, MigrationUnit]) -> N
     """Refuse modules that belong to another unit, which is away or moving.
 
     Args:
-        modules: Unit that is to move.
         others: Every unit that is not wholly at home, by its id.
 
     Raises:

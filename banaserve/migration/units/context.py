@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -14,14 +13,16 @@ from banaserve.base.errors import MigrationError, ProtocolError
 from banaserve.contracts.migration_api import MoveContext
 from banaserve.contracts.move_phase import ModelGeometry
 from banaserve.engine.compat.config import VllmConfig
-from banaserve.engine.compat.runner_hooks import window_tokens
+from banaserve.engine.compat.runner.hooks import window_tokens
 from banaserve.kernels.interface import HEAD_SIZES, Batch, PartialAttention
 from banaserve.migration import checks
 from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker, RemoteBlocks
-from banaserve.migration.modules.context_split import ContextAttention, RemoteContext, RunContext
+from banaserve.migration.modules.context_split import ContextAttention, RemoteContext
 from banaserve.migration.modules.head_attention import VllmHeadAttention
-from banaserve.migration.modules.paged_attention import DevicePages, Pages, kernels_of, pages_of
+from banaserve.migration.modules.paged_attention import DevicePages, KvPages, Pages, kernels_of
+from banaserve.migration.modules.split_attention import RunAttention
 from banaserve.migration.rpc import messages
+from banaserve.migration.rpc.messages import Build
 from banaserve.migration.rpc.tensors import from_wire, restore, to_device
 from banaserve.migration.units.base import LayerSpan
 from banaserve.migration.units.guest_unit import Answer, DescribedStep, GuestServices, GuestUnit
@@ -66,29 +67,7 @@ class Context(LayerSpan, frozen=True, tag="context"):
             )
 
 
-class BuildContext(messages.Build, frozen=True, tag=True):
-    """Request to make room for older blocks of some layers; the slices have all KV heads."""
-
-    slices: tuple[messages.AttentionSlice, ...]
-
-
 # ---- on the host
-
-
-class ContextSplits:
-    """Attentions of an engine that may be split: newer blocks here, older ones in a guest."""
-
-    def __init__(self, engine: HostEngine) -> None:
-        self._engine = engine
-        self._contexts: dict[str, ContextAttention] = {}
-
-    def arrange(self, name: str, remote: RemoteContext | None, pages: Pages) -> None:
-        """Set the channel to the guest with an attention's older blocks; None: all are here."""
-        if name not in self._contexts:
-            engine = self._engine
-            of_engine = engine.step_context, engine.on_lost, pages, engine.ranks
-            self._contexts[name] = ContextAttention(engine.attentions[name], name, *of_engine)
-        self._contexts[name].arrange(remote)
 
 
 class HostContext(HostUnit):
@@ -96,33 +75,31 @@ class HostContext(HostUnit):
 
     Attributes:
         away: Blocks that are in the guest. A block that is overwritten loses its NaN poison first.
-        pages: Attention over the pages of the KV cache.
 
     Raises:
         MigrationError: The blocks cannot be read in the layout in which they are kept.
     """
 
     microbatch_blocker = "older blocks of some layers are elsewhere"
+    sends_slices = True
+    is_backed = False  # the guest's memory is backed as copies touch it
 
-    def __init__(
-        self, unit_id: str, modules: Context, engine: HostEngine, splits: ContextSplits
-    ) -> None:
+    def __init__(self, unit_id: str, modules: Context, engine: HostEngine) -> None:
         super().__init__(unit_id, modules, engine)
         first = engine.attentions[self.names[0]]
         impl = getattr(first.impl, "inner", first.impl)
         tensor = engine.kv.tensors[self.names[0]]
-        self.pages = pages_of(first, impl, tensor, kernels_of(first.impl))
+        kernels = kernels_of(first.impl)
+        self.pages: Pages = (
+            KvPages.of(first, impl, tensor) if kernels is None else DevicePages(kernels)
+        )
         self.away = RemoteBlocks(
             engine.kv.max_blocks, self._heal_blocks if engine.poisons else None
         )
-        self._splits = splits
-
-    def build_request(self) -> BuildContext:
-        # 0 backed blocks: the guest's memory is backed as copies touch it.
-        return BuildContext(self.unit_id, self._engine.kv_shape, 0, self.attention_slices())
 
     def install(self) -> None:
-        away, step_context = self.away, self._engine.step_context
+        engine, away = self._engine, self.away
+        step_context = engine.step_context
         step_context.dirty_blocks.unfollow(away)
         remote: RemoteContext | None = None
         if self.residence is None:
@@ -131,7 +108,11 @@ class HostContext(HostUnit):
             step_context.dirty_blocks.follow(away)
             remote = RemoteContext(self.residence, away, step_context)
         for name in self.names:
-            self._splits.arrange(name, remote, self.pages)
+            if name not in engine.split_contexts:
+                arguments = engine.attentions[name], name, step_context, engine.on_lost
+                split = ContextAttention(*arguments, self.pages, engine.ranks)
+                engine.split_contexts[name] = split
+            engine.split_contexts[name].arrange(remote)
 
     def left_home(self, dirty_blocks: DirtyBlockTracker) -> None:
         self.away.set(dirty_blocks.full())
@@ -153,7 +134,6 @@ class OlderBlocks:
 
     Args:
         kv_caches: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]`` by attention.
-        scales: Scale of the scores, by attention.
     """
 
     def __init__(
@@ -168,11 +148,7 @@ class OlderBlocks:
         self._step: DescribedStep[Batch] = DescribedStep()
 
     def describe(self, step_id: int, fields: Mapping[str, Any]) -> None:
-        """Set the batch that the layers of a step share.
-
-        Raises:
-            ProtocolError: The fields do not describe a step, or name unknown blocks.
-        """
+        """Set the batch that the layers of a step share; a ``ProtocolError`` if it is none here."""
         try:
             table, lengths = fields["block_table"], fields["num_tokens"]
             batch = Batch(
@@ -193,11 +169,7 @@ class OlderBlocks:
         self._step.set(step_id, batch)
 
     def run(self, name: str, step_id: int, query: torch.Tensor) -> PartialAttention:
-        """Return the attention over the step's blocks, float32.
-
-        Raises:
-            ProtocolError: The step has not been described.
-        """
+        """Return the attention over the step's blocks, float32."""
         batch, cache = self._step.get(step_id), self._kv_caches[name]
         with torch.inference_mode():
             return self._pages.attend(query, cache, batch, self._scales[name], causal=False)
@@ -206,10 +178,10 @@ class OlderBlocks:
 class GuestContext(GuestUnit):
     """Older blocks of some layers: KV that is read and never written by a step."""
 
-    serves = RunContext
+    serves = RunAttention
 
     def __init__(
-        self, config: VllmConfig, transport: Transport, request: BuildContext, epoch: int
+        self, config: VllmConfig, transport: Transport, request: Build[Context], epoch: int
     ) -> None:
         super().__init__(config, transport)
         heads = {part.name: part.num_kv_heads for part in request.slices}
@@ -218,7 +190,7 @@ class GuestContext(GuestUnit):
         pages = self._pages(request, kv_caches)
         self._older: OlderBlocks | None = OlderBlocks(pages, kv_caches, scales)
 
-    def _pages(self, request: BuildContext, kv_caches: Mapping[str, torch.Tensor]) -> Pages:
+    def _pages(self, request: Build[Context], kv_caches: Mapping[str, torch.Tensor]) -> Pages:
         if self._kernels is not None:
             return DevicePages(self._kernels)
         one = request.slices[0]
@@ -228,7 +200,7 @@ class GuestContext(GuestUnit):
         return pages
 
     def serve(
-        self, request: RunContext, tensors: Sequence[Tensor], services: GuestServices
+        self, request: RunAttention, tensors: Sequence[Tensor], services: GuestServices
     ) -> Answer:
         with services.computing():
             part = self.run(request.name, request.step_id, request.step, tensors)
@@ -243,7 +215,7 @@ class GuestContext(GuestUnit):
         step: Mapping[str, Any] | None,
         tensors: Sequence[Tensor],
     ) -> PartialAttention:
-        """Return one layer's attention over older blocks; ``step`` as in ``RunContext``."""
+        """Return one layer's attention over older blocks; ``step`` as in ``RunAttention``."""
         assert self._older is not None
         if step is not None:
             self._older.describe(step_id, restore(step, tensors))
@@ -260,10 +232,7 @@ KIND = UnitKind(
     asked=lambda ask: Context(*ask.layers),
     asked_home=lambda ask: None,
     of_module=lambda one: None,
-    build=BuildContext,
-    run=RunContext,
-    host_units=lambda engine: functools.partial(
-        HostContext, engine=engine, splits=ContextSplits(engine)
-    ),
-    guest_units=lambda config, transport: functools.partial(GuestContext, config, transport),
+    run=RunAttention,
+    host=HostContext,
+    guest=GuestContext,
 )

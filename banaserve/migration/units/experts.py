@@ -7,7 +7,6 @@ lost, no weights have to be read.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -24,10 +23,11 @@ from banaserve.engine.compat.runner.experts import (
     split_blocker,
     weights_by_expert,
 )
+from banaserve.migration.kv.dirty_blocks import spans
 from banaserve.migration.modules.expert_split import NOT_HERE, RemoteExperts, RunExperts, sum_of
 from banaserve.migration.modules.partial_model import PartialModel
-from banaserve.migration.ranges import spans
 from banaserve.migration.rpc import messages
+from banaserve.migration.rpc.messages import Build
 from banaserve.migration.rpc.tensors import from_wire, to_device
 from banaserve.migration.units.base import LayerNumbers
 from banaserve.migration.units.guest_unit import Answer, GuestServices, GuestUnit
@@ -37,7 +37,7 @@ from banaserve.transport.interface import Tensor, Transport
 
 
 class ExpertSet(LayerNumbers, frozen=True, tag="experts"):
-    """Routed experts by layer: weights only."""
+    """Routed experts by layer: weights only; a guest numbers them in the order given."""
 
     kind: ClassVar[str] = "experts"
     one: ClassVar[str] = "expert"
@@ -61,21 +61,6 @@ class ExpertSet(LayerNumbers, frozen=True, tag="experts"):
         return Return(source, experts=self.experts)
 
 
-class BuildExperts(messages.Build, frozen=True, tag=True):
-    """Request to build experts of layers of the model's list ``path`` from the checkpoint.
-
-    Attributes:
-        experts: Expert numbers by layer, both ascending; the guest numbers them in this order.
-    """
-
-    path: str
-    experts: dict[int, tuple[int, ...]]
-
-    @property
-    def loads_weights(self) -> bool:
-        return True
-
-
 # ---- on the host
 
 
@@ -85,7 +70,7 @@ class HostExperts(HostUnit):
     microbatch_blocker = "experts of some layers are elsewhere"
     replaces_modules = True
 
-    def __init__(self, unit_id: str, modules: ExpertSet, *, engine: HostEngine) -> None:
+    def __init__(self, unit_id: str, modules: ExpertSet, engine: HostEngine) -> None:
         super().__init__(unit_id, modules, engine)
         self.names = []  # no KV goes with them
         for layer in modules.layers:
@@ -94,11 +79,7 @@ class HostExperts(HostUnit):
                 raise MigrationError(f"layer {layer} has no experts: its MLP is dense")
             if blocker := split_blocker(split.experts):
                 raise MigrationError(f"layer {layer} cannot be split: {blocker}")
-        self._experts = {layer: modules.experts[layer] for layer in modules.layers}
-
-    def build_request(self) -> BuildExperts:
-        engine = self._engine
-        return BuildExperts(self.unit_id, engine.kv_shape, 0, engine.path, self._experts)
+        self._experts = modules.experts
 
     def install(self) -> None:
         residence, engine = self.residence, self._engine
@@ -116,15 +97,15 @@ class GuestExperts(GuestUnit):
     serves = RunExperts
 
     def __init__(
-        self, config: VllmConfig, transport: Transport, request: BuildExperts, epoch: int
+        self, config: VllmConfig, transport: Transport, request: Build[ExpertSet], epoch: int
     ) -> None:
         super().__init__(config, transport)
         self._experts: dict[int, RoutedExperts] = {}
-        for first, count in spans(request.experts):
+        for first, count in spans(request.modules.layers):
             self._load(config, request, range(first, first + count))
         self._offer_nothing(epoch)
 
-    def _load(self, config: VllmConfig, request: BuildExperts, layers: range) -> None:
+    def _load(self, config: VllmConfig, request: Build[ExpertSet], layers: range) -> None:
         """Load the experts of neighbouring layers; drop the rest of these layers once read."""
         model = PartialModel(config, request.path, layers.start, layers.stop, self._device)
         try:
@@ -132,7 +113,7 @@ class GuestExperts(GuestUnit):
                 experts = experts_of(module)
                 if experts is None:
                     raise MigrationError(f"layer {layer} has no experts here")
-                self.weight_bytes += _keep(experts, request.experts[layer])
+                self.weight_bytes += _keep(experts, request.modules.experts[layer])
                 self._experts[layer] = experts
         finally:
             model.close()
@@ -187,8 +168,7 @@ KIND = UnitKind(
     asked=lambda ask: ExpertSet.of(ask.experts),
     asked_home=lambda ask: ExpertSet.of(ask.experts) if ask.experts is not None else None,
     of_module=lambda _: None,
-    build=BuildExperts,
     run=RunExperts,
-    host_units=lambda engine: functools.partial(HostExperts, engine=engine),
-    guest_units=lambda config, transport: functools.partial(GuestExperts, config, transport),
+    host=HostExperts,
+    guest=GuestExperts,
 )

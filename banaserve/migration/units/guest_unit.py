@@ -38,7 +38,6 @@ class GuestServices:
         computing: Factory of contexts; all computing runs within one, which bounds the guest's
             share.
         expect: Called with the number of messages that the host sends without waiting.
-        bundle: Maker of the bundle of the answer's tensors.
     """
 
     computing: Around
@@ -70,10 +69,6 @@ class DescribedStep(Generic[T]):
 class GuestUnit(ABC):
     """A unit in a guest: one offered region with the KV of its attentions, and its epoch.
 
-    Args:
-        config: vLLM config of the guest.
-        transport: Transport that offers the KV to the host.
-
     Attributes:
         serves: Type of the messages with which the host asks for steps.
         places: Offset of each attention's KV in the region, by name.
@@ -104,12 +99,9 @@ class GuestUnit(ABC):
         """
 
     def _offer(
-        self, request: Build, heads: Mapping[str, int], epoch: int
+        self, request: Build[Any], heads: Mapping[str, int], epoch: int
     ) -> dict[str, torch.Tensor]:
         """Reserve, offer and return the KV caches ``[num_blocks, num_heads, ...]`` by name.
-
-        Args:
-            heads: Number of KV heads of each attention.
 
         Raises:
             MigrationError: There is no memory to back the requested number of blocks.
@@ -121,23 +113,20 @@ class GuestUnit(ABC):
             self._region = self._landing.region
             return caches
         dtype = dtype_named(kv.dtype)
+        shapes = {name: torch.Size((num, *kv.block_shape[1:])) for name, num in heads.items()}
+        block_bytes = {name: shape.numel() * dtype.itemsize for name, shape in shapes.items()}
         end = 0
-        shapes: dict[str, tuple[int, ...]] = {}
-        for name, num_heads in heads.items():
-            shapes[name] = (kv.num_blocks, num_heads, *kv.block_shape[1:])
+        for name, num_bytes in block_bytes.items():
             self.places[name] = end
-            end += -(-torch.Size(shapes[name]).numel() * dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
+            end += -(-kv.num_blocks * num_bytes // PAGE_BYTES) * PAGE_BYTES
         self._region = self._transport.offer(end, epoch)
         raw = torch.from_numpy(self._region.memory.view())
+        caches = {}
         for name, start in self.places.items():
-            block_bytes = torch.Size(shapes[name][1:]).numel() * dtype.itemsize
-            self._back(start, request.num_backed_blocks * block_bytes)
-        return {
-            name: raw[start : start + torch.Size(shapes[name]).numel() * dtype.itemsize]
-            .view(dtype)
-            .view(shapes[name])
-            for name, start in self.places.items()
-        }
+            self._back(start, request.num_backed_blocks * block_bytes[name])
+            cache = raw[start : start + kv.num_blocks * block_bytes[name]].view(dtype)
+            caches[name] = cache.view(kv.num_blocks, *shapes[name])
+        return caches
 
     def _offer_nothing(self, epoch: int) -> None:
         """Offer an unused page for a unit without KV, since a host opens each unit's region."""

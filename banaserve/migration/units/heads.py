@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -16,8 +15,10 @@ from banaserve.engine.compat.runner.attention import CommonAttentionMetadata
 from banaserve.migration import checks
 from banaserve.migration.kv.step_context import common_from
 from banaserve.migration.modules.head_attention import HeadAttention, head_attention
-from banaserve.migration.modules.head_split import RemoteHeads, RunHeads, SplitAttention
+from banaserve.migration.modules.head_split import SplitHeads
+from banaserve.migration.modules.split_attention import RemoteAttention, RunAttention
 from banaserve.migration.rpc import messages
+from banaserve.migration.rpc.messages import Build
 from banaserve.migration.rpc.tensors import from_wire, restore, to_device
 from banaserve.migration.units.base import LayerNumbers
 from banaserve.migration.units.guest_unit import Answer, DescribedStep, GuestServices, GuestUnit
@@ -83,68 +84,32 @@ def _of_module(module: Module) -> HeadSet | None:
     return HeadSet(dict.fromkeys(layers, module.heads)) if module.heads else None
 
 
-class BuildHeads(messages.Build, frozen=True, tag=True):
-    """Request to build the attention of some heads."""
-
-    slices: tuple[messages.AttentionSlice, ...]
-
-
 # ---- on the host
-
-
-class HeadSplits:
-    """Attentions of an engine with heads in guests; the heads may belong to several units."""
-
-    def __init__(self, engine: HostEngine) -> None:
-        self._engine = engine
-        self._away: dict[str, HostHeads] = {}
-        self._splits: dict[str, SplitAttention] = {}
-
-    def put(self, unit: HostHeads) -> None:
-        """Arrange a unit's layers for the unit's current place."""
-        if unit.residence is None:
-            self._away.pop(unit.unit_id, None)
-        else:
-            self._away[unit.unit_id] = unit
-        for name in unit.names:
-            self._arrange(name)
-
-    def _arrange(self, name: str) -> None:
-        engine = self._engine
-        remote: dict[Sequence[int], RemoteHeads] = {}
-        for unit in self._away.values():
-            if name in unit.names and unit.residence is not None:
-                remote[unit.heads(name)] = RemoteHeads(unit.residence, name, engine.step_context)
-        if name not in self._splits:
-            self._splits[name] = SplitAttention(
-                engine.config, engine.attentions[name], name, engine.step_context, engine.on_lost
-            )
-        self._splits[name].arrange(remote)
 
 
 class HostHeads(HostUnit):
     """KV heads of some of this engine's layers."""
 
-    def __init__(
-        self, unit_id: str, modules: HeadSet, engine: HostEngine, splits: HeadSplits
-    ) -> None:
+    sends_slices = True
+
+    def __init__(self, unit_id: str, modules: HeadSet, engine: HostEngine) -> None:
         super().__init__(unit_id, modules, engine)
         heads = (tuple(sorted(modules.heads[layer])) for layer in modules.layers)
         self._heads = dict(zip(self.names, heads, strict=True))
-        self._splits = splits
 
     def heads(self, name: str) -> tuple[int, ...]:
         """Return the unit's KV heads of an attention, ascending."""
         return self._heads[name]
 
-    def build_request(self) -> BuildHeads:
-        engine = self._engine
-        return BuildHeads(
-            self.unit_id, engine.kv_shape, engine.kv.num_blocks, self.attention_slices()
-        )
-
     def install(self) -> None:
-        self._splits.put(self)
+        engine, where = self._engine, None
+        if self.residence is not None:
+            where = RemoteAttention(self.residence, engine.step_context)
+        for name in self.names:
+            if name not in engine.split_heads:
+                arguments = engine.attentions[name], name, engine.step_context, engine.on_lost
+                engine.split_heads[name] = SplitHeads(engine.config, *arguments)
+            engine.split_heads[name].arrange(self.unit_id, self.heads(name), where)
 
 
 # ---- in the guest
@@ -166,20 +131,15 @@ class HeadStep:
 class GuestHeads(GuestUnit):
     """A unit of heads in a guest: KV and attention, no weights."""
 
-    serves = RunHeads
+    serves = RunAttention
 
     def __init__(
-        self,
-        config: VllmConfig,
-        transport: Transport,
-        described: DescribedStep[HeadStep],
-        request: BuildHeads,
-        epoch: int,
+        self, config: VllmConfig, transport: Transport, request: Build[HeadSet], epoch: int
     ) -> None:
         super().__init__(config, transport)
         heads = {part.name: part.num_kv_heads for part in request.slices}
         kv_caches = self._offer(request, heads, epoch)
-        self._described = described
+        self._described: DescribedStep[HeadStep] = DescribedStep()
         self._attentions: dict[str, HeadAttention] = {
             part.name: head_attention(
                 config, part, request.unit_id, kv_caches[part.name], self._kernels
@@ -188,7 +148,7 @@ class GuestHeads(GuestUnit):
         }
 
     def serve(
-        self, request: RunHeads, tensors: Sequence[Tensor], services: GuestServices
+        self, request: RunAttention, tensors: Sequence[Tensor], services: GuestServices
     ) -> Answer:
         if request.step is not None:
             self._described.set(request.step_id, self.read_step(request.step, tensors))
@@ -200,7 +160,7 @@ class GuestHeads(GuestUnit):
         return messages.StepOutputs((0,)), bundle
 
     def read_step(self, step: Mapping[str, Any], tensors: Sequence[Tensor]) -> HeadStep:
-        """Return the description of a step, for all units of heads in this guest."""
+        """Return the step that the host describes."""
         return HeadStep(common_from(restore(step, tensors, self._device)))
 
     def run(
@@ -225,12 +185,7 @@ KIND = UnitKind(
     asked=lambda ask: HeadSet.of(ask.heads),
     asked_home=lambda ask: HeadSet.of(ask.heads) if ask.heads is not None else None,
     of_module=_of_module,
-    build=BuildHeads,
-    run=RunHeads,
-    host_units=lambda engine: functools.partial(
-        HostHeads, engine=engine, splits=HeadSplits(engine)
-    ),
-    guest_units=lambda config, transport: functools.partial(
-        GuestHeads, config, transport, DescribedStep()
-    ),
+    run=RunAttention,
+    host=HostHeads,
+    guest=GuestHeads,
 )

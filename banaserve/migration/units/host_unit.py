@@ -12,14 +12,15 @@ from torch import nn
 
 from banaserve.base.errors import GuestLostError
 from banaserve.engine.compat.config import VllmConfig
-from banaserve.engine.compat.runner_hooks import window_tokens
+from banaserve.engine.compat.runner.hooks import window_tokens
 from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker, RemoteBlocks
 from banaserve.migration.kv.host_kv import Freed, HostKv
+from banaserve.migration.kv.remote_kv import UnitLocation
 from banaserve.migration.kv.step_context import StepContext
-from banaserve.migration.kv.unit_location import UnitLocation
-from banaserve.migration.modules.compiled_model import CompiledModel
+from banaserve.migration.modules.context_split import ContextAttention
 from banaserve.migration.modules.expert_split import SplitExperts
-from banaserve.migration.modules.step_graphs import StepGraphs
+from banaserve.migration.modules.head_split import SplitHeads
+from banaserve.migration.modules.step_graphs import CompiledModel, StepGraphs
 from banaserve.migration.ranks import Ranks
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.guest_client import GuestClient
@@ -31,17 +32,12 @@ class HostEngine:
     """Parts of an engine that its units use.
 
     Attributes:
-        path: Path of the model's list of layers in the model.
-        layers: The model's list of layers.
-        attentions: Attention modules by name, in layer order.
         kv_shape: Shape and layout that a guest has to give its KV.
         on_lost: Called with a guest that is lost in the middle of a step.
         poisons: True if KV that has moved away is overwritten with NaN.
-        store: Store that guests may save blocks to; None if there is none.
         experts: Routed experts by layer, for the layers that have experts.
-        compiled: The model, if it may be compiled; None otherwise.
-        graphs: CUDA graphs of the model's steps; None if there are none.
-        ranks: Tensor-parallel ranks of the engine, each of which runs a part of each layer.
+        split_heads: Attentions that have been split by heads, by name.
+        split_contexts: Attentions whose sequences have been split, by name.
     """
 
     config: VllmConfig
@@ -55,6 +51,8 @@ class HostEngine:
     poisons: bool = False
     store: messages.StorePlace | None = None
     experts: Mapping[int, SplitExperts] = field(default_factory=dict)
+    split_heads: dict[str, SplitHeads] = field(default_factory=dict)
+    split_contexts: dict[str, ContextAttention] = field(default_factory=dict)
     compiled: CompiledModel | None = None
     graphs: StepGraphs | None = None
     ranks: Ranks = field(default_factory=Ranks)
@@ -70,16 +68,19 @@ class HostUnit(ABC):
 
     Attributes:
         unit_id: Id of the unit: the id of the move that first took the unit away.
-        modules: Modules of the unit, as the controller plans with them.
         names: Names of the unit's attentions, in layer order; empty if no KV moves with the unit.
         residence: Location in the guest that runs the unit; None at home.
         microbatch_blocker: Reason why steps cannot be cut while the unit is away; empty if they
             can.
         replaces_modules: True if the unit replaces modules that compiled graphs would hold.
+        sends_slices: True if the guest builds single attentions, not layers.
+        is_backed: True if the guest's KV gets its memory before copies touch it.
     """
 
     microbatch_blocker = ""
     replaces_modules = False
+    sends_slices = False
+    is_backed = True
 
     def __init__(self, unit_id: str, modules: MigrationUnit, engine: HostEngine) -> None:
         self.unit_id = unit_id
@@ -88,11 +89,7 @@ class HostUnit(ABC):
         self.residence: UnitLocation | None = None
         self._engine = engine
 
-    # ---- what each kind defines
-
-    @abstractmethod
-    def build_request(self) -> messages.Build:
-        """Return the message that lets a guest build the unit."""
+    # ---- its kind
 
     @abstractmethod
     def install(self) -> None:
@@ -100,6 +97,14 @@ class HostUnit(ABC):
 
         Called between two steps, or when the unit's guest is lost in a step.
         """
+
+    def build_request(self) -> messages.Build[MigrationUnit]:
+        """Return the message that lets a guest build the unit."""
+        engine = self._engine
+        slices = tuple(self._slice(name) for name in self.names) if self.sends_slices else ()
+        num_backed = engine.kv.num_blocks if self.is_backed else 0
+        fields = self.unit_id, engine.kv_shape, num_backed, self.modules, engine.path
+        return messages.Build(*fields, slices, engine.store)
 
     def heads(self, name: str) -> tuple[int, ...] | None:
         """Return the unit's KV heads of an attention, ascending; None: the whole layer."""
@@ -164,11 +169,8 @@ class HostUnit(ABC):
         with single.holding(single.ids()) as blocks:
             return kv.free(name, self.heads(name), blocks)
 
-    def attention_slices(self) -> tuple[messages.AttentionSlice, ...]:
-        """Return the unit's heads of each layer, as a guest has to build their attention."""
-        return tuple(self._slice(name) for name in self.names)
-
     def _slice(self, name: str) -> messages.AttentionSlice:
+        """Return the unit's heads of a layer, as a guest has to build their attention."""
         layer = self._engine.attentions[name]
         impl = getattr(layer.impl, "inner", layer.impl)
         heads = self.heads(name)

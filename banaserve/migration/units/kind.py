@@ -21,18 +21,15 @@ class UnitKind:
     """Entry of a kind of unit in the registry.
 
     Attributes:
-        unit: Type of the units of this kind.
         request: Type of the admin API's request that moves such a unit.
         asked: Function that returns the unit that a ``request`` names.
         asked_home: Function that returns the unit that a ``Return`` names; None if it names none
             of this kind.
         of_module: Function that returns the unit for one of the orchestrator's modules; None if
             the module is of another kind.
-        build: Type of the message that lets a guest build a unit.
-        run: Type of the message that lets a guest run a step of a unit.
-        host_units: Function that returns, for an engine, the maker of host units by id and unit.
-        guest_units: Function that returns, for a guest, the builder of units by message and the
-            epoch of the offer.
+        host: Type of a unit on its host; called with the unit's id, the unit and the engine.
+        guest: Type of a unit in a guest; called with configuration, transport, the message
+            ``Build`` and the epoch of the offer.
     """
 
     unit: type[MigrationUnit]
@@ -40,10 +37,9 @@ class UnitKind:
     asked: Callable[[Any], MigrationUnit]
     asked_home: Callable[[Return], MigrationUnit | None]
     of_module: Callable[[Module], MigrationUnit | None]
-    build: type[messages.Build]
     run: type[messages.Run]
-    host_units: Callable[[HostEngine], Callable[[str, Any], HostUnit]]
-    guest_units: Callable[[VllmConfig, Transport], Callable[[Any, int], GuestUnit]]
+    host: Callable[[str, Any, HostEngine], HostUnit]
+    guest: Callable[[VllmConfig, Transport, Any, int], GuestUnit]
 
     @property
     def name(self) -> str:

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Sequence
 from typing import ClassVar
 
-from banaserve.base.errors import GuestLostError, MigrationError
+from banaserve.base.errors import MigrationError
 from banaserve.base.types import Module
 from banaserve.contracts.migration_api import MoveLayers
 from banaserve.contracts.move_phase import ModelGeometry
 from banaserve.engine.compat.config import VllmConfig
 from banaserve.migration.kv.slot_writer import SlotWriter
 from banaserve.migration.kv.step_context import common_from
-from banaserve.migration.modules.layer_proxy import Around, RemoteRange
+from banaserve.migration.modules.layer_proxy import Around, RemoteLayers, RunLayers
 from banaserve.migration.modules.partial_model import PartialModel
-from banaserve.migration.modules.remote_layers import RemoteLayers, RunLayers
 from banaserve.migration.rpc import messages
-from banaserve.migration.rpc.messages import SlotCopies, StorePlace
+from banaserve.migration.rpc.messages import Build, SlotCopies
 from banaserve.migration.rpc.tensors import restore
 from banaserve.migration.units.base import LayerSpan, MigrationUnit
 from banaserve.migration.units.guest_unit import Answer, GuestServices, GuestUnit
-from banaserve.migration.units.host_unit import HostEngine, HostUnit
+from banaserve.migration.units.host_unit import HostUnit
 from banaserve.migration.units.kind import UnitKind
 from banaserve.transport.interface import Tensor, Transport
 
@@ -61,24 +59,6 @@ class LayerRange(LayerSpan, frozen=True, tag="layers"):
         return [Module(start, end)]
 
 
-class BuildLayers(messages.Build, frozen=True, tag=True):
-    """Request to build layers ``start`` to ``end - 1`` of the list ``path`` from the checkpoint.
-
-    Attributes:
-        path: Path of the model's list of layers in the model.
-        store: Store that the guest may save blocks to itself; None if it may not.
-    """
-
-    path: str
-    start: int
-    end: int
-    store: StorePlace | None = None
-
-    @property
-    def loads_weights(self) -> bool:
-        return True
-
-
 # ---- on the host
 
 
@@ -86,41 +66,17 @@ class HostLayers(HostUnit):
     """A range of layers of this engine's model."""
 
     replaces_modules = True
-
-    def __init__(self, unit_id: str, modules: LayerRange, *, engine: HostEngine) -> None:
-        super().__init__(unit_id, modules, engine)
-        self._start, self._end = modules.start, modules.end
-        self._proxies: RemoteRange | None = None
-
-    def build_request(self) -> BuildLayers:
-        engine = self._engine
-        return BuildLayers(
-            self.unit_id,
-            engine.kv_shape,
-            engine.kv.num_blocks,
-            engine.path,
-            self._start,
-            self._end,
-            engine.store,
-        )
+    _remote: RemoteLayers | None = None
 
     def install(self) -> None:
-        residence, proxies, engine = self.residence, self._proxies, self._engine
-        if residence is None:
-            assert proxies is not None
-            proxies.swap_in()
-            self._proxies = None
-            return
-
-        def lost(error: GuestLostError) -> None:
-            engine.on_lost(residence.link, error)
-
-        where = RemoteLayers(residence, engine.step_context, engine.ranks)
-        if proxies is not None:
-            proxies.redirect(where, lost)
-            return
-        self._proxies = RemoteRange(engine.layers, self._start, self._end, self.names, where, lost)
-        self._proxies.swap_out()
+        engine = self._engine
+        if self._remote is None:
+            place = engine.layers, self.modules.layers, self.names
+            context = engine.step_context, engine.ranks, engine.on_lost
+            self._remote = RemoteLayers(*place, *context)
+        self._remote.arrange(self.residence)
+        if self.residence is None:
+            self._remote = None  # next time other modules may be in the model's list
 
 
 # ---- in the guest
@@ -132,17 +88,18 @@ class GuestLayers(GuestUnit):
     serves = RunLayers
 
     def __init__(
-        self, config: VllmConfig, transport: Transport, request: BuildLayers, epoch: int
+        self, config: VllmConfig, transport: Transport, request: Build[LayerRange], epoch: int
     ) -> None:
         super().__init__(config, transport)
+        layers = request.modules
         self._model = PartialModel(
-            config, request.path, request.start, request.end, self._device, self._kernels
+            config, request.path, layers.start, layers.end, self._device, self._kernels
         )
         self.weight_bytes = self._model.weight_bytes
         heads = dict.fromkeys(self._model.attentions, request.kv.block_shape[0])
         self._model.bind(self._offer(request, heads, epoch))
         if request.store is not None and self._landing is None:
-            places = dict(enumerate(self.places.values(), start=request.start))
+            places = dict(enumerate(self.places.values(), start=layers.start))
             assert self._region is not None
             self.slots = SlotWriter.open(request.store, self._region.memory, places)
 
@@ -182,8 +139,7 @@ KIND = UnitKind(
     asked=lambda ask: LayerRange(*ask.layers),
     asked_home=lambda ask: LayerRange(*ask.layers) if ask.layers is not None else None,
     of_module=lambda one: None if one.heads else LayerRange(one.first_layer, one.end_layer),
-    build=BuildLayers,
     run=RunLayers,
-    host_units=lambda engine: functools.partial(HostLayers, engine=engine),
-    guest_units=lambda config, transport: functools.partial(GuestLayers, config, transport),
+    host=HostLayers,
+    guest=GuestLayers,
 )

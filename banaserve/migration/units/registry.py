@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from banaserve.base.errors import MigrationError
@@ -33,10 +32,9 @@ else:
     """Units as they travel between processes: structs with the kind as their tag."""
 
 _BY_REQUEST = {kind.request: kind for kind in KINDS}
+_BY_NAME = {kind.name: kind for kind in KINDS}
 
-decode_request = messages.request_decoder(
-    [kind.build for kind in KINDS] + [kind.run for kind in KINDS]
-)
+decode_request = messages.request_decoder([messages.Build[AnyUnit], *(kind.run for kind in KINDS)])
 """Decoder of a host's requests to a guest; see ``messages.request_decoder``."""
 
 
@@ -72,35 +70,22 @@ def unit_of(module: Module) -> MigrationUnit:
 # ---- on the host and in the guest
 
 
-class HostUnits:
-    """Maker of an engine's units."""
+def make_unit(unit_id: str, modules: MigrationUnit, engine: HostEngine) -> HostUnit:
+    """Return modules that are at home as a unit.
 
-    def __init__(self, engine: HostEngine) -> None:
-        self._makers = {kind.name: kind.host_units(engine) for kind in KINDS}
-
-    def make(self, unit_id: str, modules: MigrationUnit) -> HostUnit:
-        """Return modules that are at home as a unit.
-
-        Raises:
-            MigrationError: The modules cannot form a unit here, such as KV in an unreadable layout.
-        """
-        return self._makers[modules.kind](unit_id, modules)
+    Raises:
+        MigrationError: The modules cannot form a unit here, such as KV in an unreadable layout.
+    """
+    return _BY_NAME[modules.kind].host(unit_id, modules, engine)
 
 
-class GuestUnits:
-    """Builder of a guest's units."""
+def build_unit(
+    config: VllmConfig, transport: Transport, request: messages.Build[MigrationUnit], epoch: int
+) -> GuestUnit:
+    """Build a unit in a guest and offer its KV at ``epoch``, on any thread.
 
-    def __init__(self, config: VllmConfig, transport: Transport) -> None:
-        self._config = config
-        self._builders: dict[type[messages.Build], Callable[[Any, int], GuestUnit]] = {
-            kind.build: kind.guest_units(config, transport) for kind in KINDS
-        }
-
-    def build(self, request: messages.Build, epoch: int) -> GuestUnit:
-        """Build a unit and offer its KV at ``epoch``, on any thread.
-
-        Raises:
-            MigrationError: The unit cannot be built here.
-        """
-        with on_device(device_of(self._config)):
-            return self._builders[type(request)](request, epoch)
+    Raises:
+        MigrationError: The unit cannot be built here.
+    """
+    with on_device(device_of(config)):
+        return _BY_NAME[request.modules.kind].guest(config, transport, request, epoch)

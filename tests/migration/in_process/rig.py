@@ -23,7 +23,7 @@ import pytest
 from banaserve.base.errors import MigrationError
 from banaserve.contracts.rpc.engine_api import CoreApi, PoolResize, PoolStatus
 from banaserve.contracts.rpc.typed_rpc import call
-from banaserve.migration.time_hook import TimeHook
+from banaserve.migration.host.time_hook import TimeHook
 from banaserve.migration.units.base import MigrationUnit
 from banaserve.migration.units.registry import AnyUnit
 from banaserve.migration.worker_api import MigrationApi
@@ -88,7 +88,7 @@ class Rig:
     ) -> None:
         from vllm import LLM
 
-        from banaserve.engine.compat import runner_hooks
+        from banaserve.engine.compat.runner import hooks as runner_hooks
         from banaserve.migration.host import install
 
         runner_class = runner_hooks.cpu_model_runner()

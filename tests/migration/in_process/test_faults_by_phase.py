@@ -200,9 +200,8 @@ def travel(rig: Any, prompts: Any, modules: dict[str, Any], place: str, kind: st
 
 def check_clean(rig: Any, guest: str) -> None:
     """Nothing is left of a journey but what the rig's own calls take home."""
-    from banaserve.migration.modules.context_split import ContextAttention
-    from banaserve.migration.modules.head_split import SplitAttention
     from banaserve.migration.modules.layer_proxy import RangeProxy
+    from banaserve.migration.modules.split_attention import SplitAttention
 
     rig.do("status")
     rig.all_home()
@@ -212,8 +211,7 @@ def check_clean(rig: Any, guest: str) -> None:
     assert guest not in host.links
     assert list(host.placement) == []
     assert not any(isinstance(layer, RangeProxy) for layer in host.engine.layers)
-    split = SplitAttention, ContextAttention
-    assert not any(isinstance(one.impl, split) for one in host.engine.attentions.values())
+    assert not any(isinstance(one.impl, SplitAttention) for one in host.engine.attentions.values())
     assert host.step_context.dirty_blocks._watches == [], "nobody copies any more"
     assert not any("forward_modular" in vars(one.experts) for one in host.engine.experts.values())
     rig.until(lambda: not rig.lives(guest))

@@ -44,7 +44,6 @@ def connect(
 
     Args:
         config: Configuration of this client alone; it receives the engine core's changes.
-        stat_logger: Logger that takes the engine core's statistics.
     """
     client = EngineClient.from_vllm_config(
         vllm_config=config,

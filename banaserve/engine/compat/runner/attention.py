@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 
 from banaserve.engine.compat.config import VllmConfig, set_current_vllm_config
-from banaserve.engine.compat.runner_hooks import window_tokens
+from banaserve.engine.compat.runner.hooks import window_tokens
 
 __all__ = [
     "CommonAttentionMetadata",
@@ -70,7 +70,6 @@ def metadata_builder(
     """Make a builder of the metadata that an attention module takes.
 
     Args:
-        names: Names of the attention layers that take the metadata.
         num_kv_heads: Number of the module's KV heads that attend; None for all.
     """
     with set_current_vllm_config(config):

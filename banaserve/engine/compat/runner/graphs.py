@@ -24,7 +24,7 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 from vllm.utils.torch_utils import weak_ref_tensor
 
-from banaserve.engine.compat.runner_hooks import Call, wrap_call
+from banaserve.engine.compat.runner.hooks import Call, wrap_call
 
 
 def are_breakable() -> bool:
@@ -47,11 +47,7 @@ def weakly(value: Any) -> Any:
 
 
 class RunnerGraphs(ABC):
-    """Piecewise graphs of a model runner, by their number of tokens.
-
-    Args:
-        runner: vLLM's model runner, which has loaded its model.
-    """
+    """Piecewise graphs of a model runner, by their number of tokens."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner

@@ -13,6 +13,7 @@ from banaserve.base.clock import Clock
 from banaserve.contracts.trace_events import GateDecided, PromotionEnded, StoreAsked
 from banaserve.engine.compat import kv_cache as compat
 from banaserve.engine.connector.block_hash import TailHasher
+from banaserve.engine.connector.cache_groups import block_ends, state_keys
 from banaserve.engine.connector.metadata import ConnectorCounters, StepResult
 from banaserve.engine.connector.scheduler_side.request_notes import ConnectorNotes
 from banaserve.engine.connector.scheduler_side.request_state import (
@@ -24,7 +25,6 @@ from banaserve.engine.connector.scheduler_side.request_state import (
     full_block_offers,
 )
 from banaserve.engine.connector.scheduler_side.step_ahead import StepAhead
-from banaserve.engine.connector.states import block_ends, state_keys
 from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.gate.cost_gate import CostGate, Verdict
 from banaserve.kvstore.gate.prefix_cut import FetchWork, HeldPrefix
@@ -48,13 +48,7 @@ UNDECIDED_FOR_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A step that was planned.
-
-    Attributes:
-        work: Work that the step computes.
-        compute_s: Predicted seconds of its forward pass; None where there was no prediction.
-        fetch_s: Predicted seconds of its fetches; None where there was no prediction.
-    """
+    """Work of a planned step, and the predicted times of its forward pass and its fetches."""
 
     work: FetchWork
     compute_s: float | None
@@ -62,15 +56,7 @@ class _Planned:
 
 
 class EngineCostGate:
-    """Cost gate of one engine, which learns from the steps that have run.
-
-    Args:
-        block_size: Tokens per block.
-        stats: Counters of decisions, predictions and outcomes.
-
-    Attributes:
-        costs: Cost gate that holds the predictors, and decides for requests.
-    """
+    """Cost gate of one engine, which learns from the steps that have run."""
 
     def __init__(self, costs: CostGate, block_size: int, stats: ConnectorCounters) -> None:
         self.costs = costs
@@ -99,9 +85,7 @@ class EngineCostGate:
         """Keep the work and the predictions of a planned step.
 
         Args:
-            step: Number of the step.
             computes: Tokens computed before the step and in it, for each request.
-            num_loads: Number of blocks that the step fetches.
         """
         work = FetchWork()
         for num_before, num_tokens in computes:
@@ -138,16 +122,8 @@ class PrefixMatcher:
     """Matcher that asks the store about waiting requests, once each, and never waits for a tier.
 
     Args:
-        client: Client of the store.
-        tails: Hasher that names partial last blocks.
-        block_size: Tokens per block.
         num_states: Number of layer groups that keep states; a prefix is fetched with all of its
             states or not at all.
-        gate: Gate that decides how much of a prefix in the pool is worth fetching.
-        ahead: The step that matched requests join.
-        clock: Clock that bounds the waits for promoted blocks and for room.
-        stats: Counters of the outcomes.
-        notes: Notes of the outcomes for each request.
     """
 
     def __init__(

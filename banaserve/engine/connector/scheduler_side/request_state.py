@@ -101,7 +101,6 @@ class SaveCandidate:
     """A block to save where the store lacks it.
 
     Attributes:
-        index: Index of the block in its request.
         end_tokens: Number of the request's computed tokens at which the block is complete.
         key: Key of the block in the store.
         parent: Key of the block before it; None for the first.

@@ -9,7 +9,7 @@ from banaserve.base.clock import Clock
 from banaserve.engine.compat.kv_cache import KVCacheBlocks
 from banaserve.engine.compat.scheduler import Request, SchedulerOutput
 from banaserve.engine.connector.block_hash import TailHasher
-from banaserve.engine.connector.cache_groups import CacheGroups
+from banaserve.engine.connector.cache_groups import CacheGroups, state_keys
 from banaserve.engine.connector.metadata import BlockCopy, ConnectorCounters, StepPlan, StepResult
 from banaserve.engine.connector.scheduler_side.prefix_matcher import EngineCostGate, PrefixMatcher
 from banaserve.engine.connector.scheduler_side.request_notes import ConnectorNotes
@@ -19,7 +19,6 @@ from banaserve.engine.connector.scheduler_side.request_state import (
     full_block_offers,
 )
 from banaserve.engine.connector.scheduler_side.step_ahead import StepAhead
-from banaserve.engine.connector.states import state_keys
 from banaserve.engine.continuation import output_of
 from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.gate.cost_gate import CostGate
@@ -33,17 +32,10 @@ class StoreConnectorScheduler:
     Called from the scheduler's thread only. Never waits for a tier.
 
     Args:
-        client: Client of the store.
-        tails: Hasher that names partial last blocks.
-        block_size: Tokens per block.
-        gate: Gate that decides how much of a prefix is fetched.
         clock: Clock that bounds the waits for promoted blocks and for room.
-        step_tokens: Maximum number of tokens of a step.
-        groups: Groups of the KV cache that hold blocks of tokens and of states.
 
     Attributes:
         notes: Events of the engine's last requests, for ``banaserve trace``.
-        ahead: The step to be planned next.
     """
 
     def __init__(

@@ -14,10 +14,6 @@ class StepAhead:
     Requests of the previous step continue in the next one, beside those admitted so far. It is an
     estimate: vLLM may preempt one of them, which only the plan shows.
 
-    Args:
-        tracked: Requests that have not ended, by id.
-        max_tokens: Maximum number of tokens of a step.
-
     Attributes:
         max_tokens: Maximum number of tokens of a step; may change while the engine serves.
     """

@@ -35,32 +35,17 @@ logger = logging.getLogger(__name__)
 _ALREADY_REGISTERED = 712
 """cudaErrorHostMemoryAlreadyRegistered."""
 QueueCopies = Callable[[Addresses, Addresses, int, int], tuple[torch.Tensor, ...]]
-"""Function ``(targets, sources, num_bytes, stream)`` that queues copies.
-
-Returns the tensors that the copies still read while they run.
-"""
+"""Function ``(targets, sources, num_bytes, stream)`` that queues copies; returns what they read."""
 # By arithmetic, not measured: a copy engine starts a copy in about a microsecond, in which PCIe
 # moves 16 KiB or more.
 KERNEL_BELOW_BYTES = 16 * 1024
 
 
-class GpuPages(Protocol):
-    """Pages of a KV cache; queues the copies of one layer's blocks on the current stream.
-
-    Loads are queued on one stream and saves on another, each by one thread at a time.
-    """
-
-    def load(self, layer: int, blocks: Numbers, host: Addresses, copy: CopyPages) -> None:
-        """Copy the pages at ``host`` into ``blocks``."""
-        ...
-
-    def save(self, layer: int, blocks: Numbers, host: Addresses, copy: CopyPages) -> None:
-        """Copy ``blocks`` to the pages at ``host``."""
-        ...
-
-
-def gpu_pages(layers: Sequence[torch.Tensor], page_bytes: int) -> GpuPages:
+def gpu_pages(layers: Sequence[torch.Tensor], page_bytes: int) -> _WholeBlocks | _PackedBlocks:
     """Make the pages of layers of equal shape and strides, whose first dimension is the blocks.
+
+    They queue the copies of one layer's blocks on the current stream: loads on one stream, saves on
+    another, each by one thread at a time.
 
     Raises:
         ValueError: A block does not have ``page_bytes`` bytes, or consists of several runs that are
@@ -121,12 +106,7 @@ class _PackedBlocks:
 
 
 class View(Protocol):
-    """Shared memory as this process sees it.
-
-    Attributes:
-        base_address: Address of the first byte.
-        memory: Bytes of the shared memory.
-    """
+    """Shared memory as this process sees it."""
 
     @property
     def base_address(self) -> int: ...
@@ -142,7 +122,6 @@ class PinnedPool:
     is mapped there next. So the view is kept until ``release``.
 
     Args:
-        gpu: GPU whose copies use the pool.
         wait_for_copies: Function that returns when no copy queued earlier uses the pool any more.
     """
 
@@ -258,17 +237,10 @@ class QueuedCopy:
 
 
 class GpuCopier:
-    """Copier with two streams, one per direction, so that loads and saves run in parallel.
+    """Copier with two streams, one per direction; arguments are those of ``make_copier``.
 
     No copy thread and no engine thread waits for a copy: the engine's stream waits for a layer's
     load, the save stream for a layer's computation.
-
-    Args:
-        layers: Tensors, one per layer, of equal shape and strides; the first dimension is the
-            blocks.
-        page_bytes: Bytes of this worker's part of a block of one layer.
-        part: Index of this worker's run of ``page_bytes`` within a layer of a slot: its
-            tensor-parallel rank, or 0 where ranks hold whole blocks.
 
     Raises:
         ValueError: See ``gpu_pages``.

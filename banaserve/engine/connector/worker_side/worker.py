@@ -36,16 +36,11 @@ class RunningStep:
     """Copies of one step.
 
     Attributes:
-        plan: Copies to make.
-        began_s: Begin of the step, on the process's clock; 0 before the first step.
-        result: Times and numbers of blocks so far.
         early: Fetches that must end before the forward pass begins.
         loads: A fetch for each layer, in the order of the layers; empty where nothing is fetched.
-        saves: A save for each layer so far.
         target: Saves that can be made, with their slots; None until they are first needed.
         written: Layers written so far, in any order.
         num_told: Number of layers, from the first on, that the store knows to be written.
-        waited_s: Seconds that the engine's thread has waited for fetches.
     """
 
     plan: StepPlan
@@ -152,7 +147,6 @@ class StoreConnectorWorker:
             names: Names of the layers that attend to blocks of tokens, in their order.
             caches: Tensors ``[num_blocks, ...]``, one for each of these layers; more tensors where
                 a group of layers with states is larger.
-            page_bytes: Bytes of a block in one tensor.
         """
         self._layer_index = {name: i for i, name in enumerate(names)}
         self._num_rows = len(caches)
@@ -335,13 +329,7 @@ class StoreConnectorWorker:
         return copy
 
     def _save_states(self) -> tuple[MappedCopies, list[Copy]]:
-        """Start saving the states after the step's last token: all layers at once, at its end.
-
-        No layer's state is final earlier.
-
-        Returns:
-            The blocks being copied, and the running copies.
-        """
+        """Start saving the states after the step's last token; none is final earlier."""
         if not (states := self._step.plan.states):
             return MappedCopies(), []
         assert self._copier is not None

@@ -239,9 +239,6 @@ def window_tokens(implementation: Any) -> int | None:
     vLLM's attention on CPUs keeps this number, or -1 or 0 for no window. Attention on GPUs keeps a
     pair, how many tokens it reads before and after its own, whose first is -1 without a window.
 
-    Args:
-        implementation: vLLM's implementation of the attention.
-
     Returns:
         None if the attention reads all tokens.
     """

@@ -17,7 +17,6 @@ class TimeHook:
         """Handle the end of a copy of KV blocks.
 
         Args:
-            num_bytes: Number of bytes copied.
             took_s: Time since the copy began, in seconds.
         """
 
