@@ -22,7 +22,7 @@ import time
 from typing import Any
 
 from banaserve.contracts.environment import set_environment
-from banaserve.kvstore.gate.cost_gate import FetchPredictor
+from banaserve.kvstore.client.cost_gate import FetchPredictor
 from benchmarks.drivers.answers import say, take_stdout
 
 _MAX_TOKENS = 4096

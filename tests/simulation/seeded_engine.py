@@ -27,7 +27,7 @@ from banaserve.engine.connector.metadata import StepPlan, StepResult
 from banaserve.engine.connector.scheduler_side.scheduler import StoreConnectorScheduler
 from banaserve.engine.continuation import output_of
 from banaserve.kvstore import wire
-from banaserve.kvstore.gate.cost_gate import CostGate
+from banaserve.kvstore.client.cost_gate import CostGate
 from banaserve.kvstore.leases import Exchanged, Lease, Lookup, Slot
 from banaserve.kvstore.tiers.interface import TierOutcome
 from fingerprints import FINGERPRINT

@@ -90,11 +90,7 @@ class StoreChannel:
         return self._last_seq
 
     def send(self, message: wire.Request) -> None:
-        """Send a message without waiting for a reply.
-
-        Raises:
-            OSError: The connection is no longer usable.
-        """
+        """Send a message without waiting for a reply; raise OSError if the connection is broken."""
         try:
             self._sock.sendall(wire.REQUESTS.encode(message))
         except BlockingIOError as error:
@@ -127,8 +123,7 @@ class StoreChannel:
         """Process the late replies that have arrived by now, without waiting.
 
         Raises:
-            OSError: The connection is no longer usable.
-            ProtocolError: The connection is no longer usable.
+            OSError: The connection is no longer usable; ProtocolError likewise.
         """
         try:
             while self._late_seqs:
@@ -301,11 +296,7 @@ class StoreLink:
         return self._channel is None or not self._channel.is_open()
 
     def refresh(self) -> None:
-        """Check that the connection to the store is still open; reconnect if not.
-
-        Raises:
-            FingerprintError: At the first connection only.
-        """
+        """Reconnect if the store has closed the connection; raises as ``call`` does."""
         self.note_if_lost()
         self._present_channel()
 

@@ -143,10 +143,7 @@ class EvictionQueue(Generic[EntryT]):
 class Tenants:
     """Slots in use by tenant. Only tenants that use a slot are remembered.
 
-    Args:
-        chains: Chains of the index.
-        num_slots: Number of slots in the pool.
-        quota_fraction: Largest share of the slots that one tenant may use; 1 sets no limit.
+    ``quota_fraction`` is the largest share of the slots that one tenant may use; 1 sets no limit.
     """
 
     def __init__(self, chains: Chains, num_slots: int, quota_fraction: float = 1.0) -> None:
