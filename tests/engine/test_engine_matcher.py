@@ -103,7 +103,7 @@ class AccountingStore:
         ready = next((i for i, state in enumerate(states) if state is not HIT), len(slots))
         lease = None
         if slots:
-            lease = Lease(self._number(), 1, len(slots))
+            lease = Lease(self._number(), 1)
             self.leases[lease.id] = slots
         granted: list[Slot | None] = []
         refused = 0

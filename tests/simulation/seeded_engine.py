@@ -217,7 +217,7 @@ class StoreLink:
         assert isinstance(granted, wire.SlotsGranted)
         slots, lease = [self._slot(pair) for pair in granted.slots], None
         if granted.lease_id is not None:
-            lease = Lease(granted.lease_id, self._generation, len(slots))
+            lease = Lease(granted.lease_id, self._generation)
         reserved = [None if pair is None else self._slot(pair) for pair in granted.reserved]
         self._writing |= {slot.serial: slot for slot in reserved if slot is not None}
         asked_for = [*acquire[: len(slots)], *(key for key, _ in reserve)]

@@ -53,8 +53,7 @@ def _ask(
     """Send the request that ``build`` makes from its seq and return the reply."""
     channel = StoreChannel(socket_path, "operator", None, 0, timeout_s, on_late=lambda _: None)
     try:
-        seq = channel.next_seq()
-        return channel.call(seq, build(seq), reply_type)
+        return channel.call(build, reply_type)
     except (OSError, ProtocolError) as error:
         message = f"the KV cache store on {socket_path} does not answer: {error}"
         raise StoreUnavailableError(message) from error

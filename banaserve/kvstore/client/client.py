@@ -159,9 +159,7 @@ class StoreClient:
         if reply is None:
             return Exchanged(None, (), (None,) * len(reserve))
         slots = [Slot(index, generation, serial) for index, serial in reply.slots]
-        lease = None
-        if reply.lease_id is not None:
-            lease = Lease(reply.lease_id, generation, len(slots))
+        lease = None if reply.lease_id is None else Lease(reply.lease_id, generation)
         return Exchanged(
             lease,
             slots,

@@ -186,11 +186,6 @@ class ComputePredictor:
         self._samples: deque[tuple[float, float, float]] = deque(maxlen=_WINDOW)
         self._fitted: PassCosts | None = None
 
-    @property
-    def is_ready(self) -> bool:
-        """Return whether enough passes have been measured to predict."""
-        return len(self._samples) >= _MIN_SAMPLES
-
     def observe(self, work: FetchWork, seconds: float) -> bool:
         """Learn from a pass; return whether it was used."""
         if work.tokens < _MIN_TOKENS or not 0 < seconds < float("inf"):
@@ -201,8 +196,8 @@ class ComputePredictor:
 
     def predict_pass(self, work: FetchWork) -> float | None:
         """Return the seconds of a whole pass; None before enough passes have been measured."""
-        share_s = self.predict_share(work)
-        return None if share_s is None else self._coefficients().fixed_s + share_s
+        share_s, costs = self.predict_share(work), self.costs
+        return None if share_s is None or costs is None else costs.fixed_s + share_s
 
     def predict_share(self, work: FetchWork) -> float | None:
         """Return the seconds that ``work`` adds to a pass that runs anyway; None if not ready."""
@@ -213,10 +208,7 @@ class ComputePredictor:
     @property
     def costs(self) -> PassCosts | None:
         """Fitted costs of a pass; None before enough passes have been measured."""
-        return self._coefficients() if self.is_ready else None
-
-    def _coefficients(self) -> PassCosts:
-        if self._fitted is None:
+        if self._fitted is None and len(self._samples) >= _MIN_SAMPLES:
             self._fitted = _fit(np.asarray(self._samples, dtype=np.float64))
         return self._fitted
 
@@ -266,10 +258,6 @@ class FetchPredictor:
 
     def __init__(self) -> None:
         self._seconds_per_block: deque[float] = deque(maxlen=_WINDOW)
-
-    @property
-    def is_ready(self) -> bool:
-        return bool(self._seconds_per_block)
 
     def observe(self, num_blocks: int, seconds: float) -> None:
         """Learn from a fetch of whole blocks, all layers together."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from banaserve.kvstore.index.eviction import Chains, EvictionQueue, Tenants
+from banaserve.kvstore.index.eviction import EvictionQueue, Parents, Tenants
 from banaserve.kvstore.index.records import (
     Grant,
     Hold,
@@ -59,9 +59,9 @@ class BlockIndex:
         self._entries: dict[bytes, IndexEntry] = {}
         # Entries removed from ``_entries`` whose slot a lease or a copy still uses, by serial.
         self._dropped: dict[int, IndexEntry] = {}
-        self._chains = Chains(self._entries)
-        self._queue = EvictionQueue(self._chains.is_evictable)
-        self._tenants = Tenants(self._chains, num_slots, tenant_quota)
+        self._chains = Parents(self._entries)
+        self._queue = EvictionQueue(self._is_evictable)
+        self._tenants = Tenants(self._is_evictable, num_slots, tenant_quota)
         self._tick = 0
         self._last_serial = 0
         self.num_leased = 0
@@ -469,8 +469,12 @@ class BlockIndex:
         self._tenants.remove(entry.tenant)
         self._watcher.became_free(entry)
 
+    def _is_evictable(self, entry: IndexEntry) -> bool:
+        is_used = entry.num_leases or entry.num_pins or entry.key in self._chains.num_children
+        return entry.ready and not is_used
+
     def _offer(self, entry: IndexEntry) -> None:
-        if self._chains.is_evictable(entry):
+        if self._is_evictable(entry):
             self._queue.offer(entry)
             self._tenants.offer(entry)
 
