@@ -15,12 +15,11 @@ from banaserve.cli.app import App
 from banaserve.cli.plugins import use_plugins, warn_of_rivalries
 from banaserve.cli.terminal.console import print_json, print_rows
 from banaserve.kvstore.client.admin import clear_store, fetch_stats
-from banaserve.kvstore.client.leftovers import still_held
 from banaserve.kvstore.daemon.options import DaemonOptions, socket_option
-from banaserve.kvstore.daemon.process import announce_ready, serve
+from banaserve.kvstore.daemon.process import serve
 from banaserve.kvstore.sizes import format_size
-from banaserve.kvstore.stats import StoreStats, TierReport
-from banaserve.kvstore.tiers.ssd.folder import check_usable
+from banaserve.kvstore.stats import StoreStats, TierReport, still_held
+from banaserve.kvstore.tiers.ssd.folder import Folder
 
 Row = tuple[str, str]
 _JSON = "print JSON instead of a table"
@@ -31,9 +30,9 @@ def start(options: DaemonOptions) -> None:
     use_plugins(PluginGroup.STORE_TIERS)
     warn_of_rivalries((PluginGroup.STORE_TIERS, urlsplit(options.distributed).scheme))
     if options.ssd is not None:
-        check_usable(options.ssd)
+        Folder(options.ssd).close()  # an unusable one is an error here, not only a warning
     logging.basicConfig(level=logging.INFO, format="%(asctime)s kvstore %(levelname)s %(message)s")
-    serve(options, lambda: announce_ready(options.ready_fd))
+    serve(options)
 
 
 def status(
@@ -54,7 +53,7 @@ def check(
     as_json: bool = option(_JSON, False, name="--json"),
 ) -> int:
     """Verify every block of an SSD tier's folder; exit with 1 if one is damaged."""
-    from banaserve.kvstore.tiers.ssd.check import check_folder
+    from banaserve.kvstore.tiers.ssd.scan import check_folder
 
     report = check_folder(ssd)
     if as_json:
@@ -77,7 +76,8 @@ def clear(socket_path: Path = socket_option()) -> None:
     """Drop every block that is not in use, from memory and tiers."""
     with _asking():
         cleared, stats = clear_store(socket_path), fetch_stats(socket_path)
-    print(f"dropped {cleared.from_memory} blocks from memory, {cleared.from_tiers} from tiers")
+    from_tiers = cleared.num_dropped_from_tiers
+    print(f"dropped {cleared.num_dropped} blocks from memory, {from_tiers} from tiers")
     for line in still_held(stats):
         print(f"not empty: {line}")
 

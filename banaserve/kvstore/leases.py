@@ -44,7 +44,6 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
 
     id: int
     generation: int
-    num_slots: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,6 @@ Numbers = npt.NDArray[np.int64]
 """Numbers of an engine's blocks or the store's slots, ``[num]``."""
 POISON = 0xFF
 _WORD_BYTES = 8
-_FAILED = 1 << 63
 _PENDING = 1 << 62
 # Seal after which no new mapping can be writable; fcntl has no name for it before Python 3.13.
 _F_SEAL_FUTURE_WRITE = 0x10
@@ -102,9 +102,13 @@ class PoolView:
 
     def populate_in_background(self) -> None:
         """Fill this process's page tables in a thread, so that copies cause no page faults."""
-        threading.Thread(
-            target=_populate_quietly, args=(self.memory,), name="kvstore-populate", daemon=True
-        ).start()
+        memory = self.memory
+
+        def fill() -> None:
+            with suppress(OSError):
+                populate(memory)
+
+        threading.Thread(target=fill, name="kvstore-populate", daemon=True).start()
 
 
 def map_memory(fd: int, num_bytes: int) -> npt.NDArray[np.uint8]:
@@ -123,13 +127,6 @@ def populate(memory: npt.NDArray[np.uint8]) -> None:
         memory[::PAGE_BYTES] |= 0
 
 
-def _populate_quietly(memory: npt.NDArray[np.uint8]) -> None:
-    try:
-        populate(memory)
-    except OSError:
-        return
-
-
 assert MAX_SERIAL < _PENDING
 
 
@@ -143,7 +140,7 @@ class Board:
     """Daemon's side of the board: a sealed memfd whose pages are allocated at a slot's first use.
 
     A word is the serial of the block that is readable in the slot, that serial with a mark while
-    the block is on its way or after it has failed, or 0.
+    the block is on its way, or 0 if the slot holds no block that is or will be readable.
     """
 
     def __init__(self, pool_bytes: int) -> None:
@@ -153,11 +150,9 @@ class Board:
         self._map = mmap.mmap(self.fd, self.num_bytes)
         self._words = memoryview(self._map).cast("Q")
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        try:
+        # Linux before 5.1 refuses: clients map the board for reading only, but are not forced to.
+        with suppress(OSError):
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
-        except OSError:
-            # Linux before 5.1: clients map the board for reading only, but this is not enforced.
-            return
 
     def show_ready(self, slot: int, serial: int) -> None:
         """Show that the block is readable."""
@@ -167,12 +162,8 @@ class Board:
         """Show that the block is on its way."""
         self._words[slot] = serial | _PENDING
 
-    def show_failed(self, slot: int, serial: int) -> None:
-        """Show that the block will not arrive."""
-        self._words[slot] = serial | _FAILED
-
-    def show_free(self, slot: int) -> None:
-        """Show that the slot is free."""
+    def show_none(self, slot: int) -> None:
+        """Show that the slot is free, or that its block will not arrive."""
         self._words[slot] = 0
 
     def clear(self) -> None:

@@ -61,12 +61,9 @@ class LookupKeys(_Message, frozen=True, tag="lookup"):
 
 
 class ExchangeSlots(_Message, frozen=True, tag="exchange"):
-    """Request to lease and reserve slots. ``reserve`` is a list of (key, its parent's key).
+    """Request to lease and reserve slots, see ``StoreClient.exchange``.
 
-    The slots that are reserved or filled from tiers are charged to ``tenant``; ``compute_block_s``
-    is the time to compute one of the acquired blocks in seconds, 0.0 if it is not known. With a
-    ``hold`` that is not 0, no block of these keys that the store has, or that this call reserves,
-    is evicted before ``EndHold`` of each of ``num_readers``, or for five minutes.
+    ``reserve`` is a list of (key, its parent's key). 0 is no ``hold``.
     """
 
     seq: Number
@@ -79,13 +76,7 @@ class ExchangeSlots(_Message, frozen=True, tag="exchange"):
 
 
 class PushBlocks(_Message, frozen=True, tag="push"):
-    """Order to send a prompt's blocks, given by their keys from the first on, to the store ``to``.
-
-    Blocks that are being written are sent layer by layer (``LayersWritten``), and may be read there
-    once they are committed here. Nothing happens if ``to`` is not a peer of this store. With a
-    ``hold`` that is not 0, all of the blocks are kept there until ``EndHold``, as by
-    ``ExchangeSlots``, or none is sent.
-    """
+    """Order to send a prompt's blocks to the store ``to``, see ``StoreClient.push``."""
 
     generation: Number
     to: Name
@@ -123,10 +114,7 @@ class ReleaseLeases(_Message, frozen=True, tag="release"):
 
 
 class EndHold(_Message, frozen=True, tag="unhold"):
-    """End of a hold for one ``reader``, numbered from 0 on; None for all readers.
-
-    The store sends the same to the peer at ``also``, a ``HOST:PORT``; empty for no peer.
-    """
+    """End of a hold, see ``StoreClient.end_hold``."""
 
     generation: Number
     hold: Number
@@ -171,7 +159,7 @@ class ClientRefused(_Message, frozen=True, tag="refused"):
 
 
 class LookupStates(_Message, frozen=True, tag="looked"):
-    """States of the keys, with the value of a ``Lookup`` in each byte."""
+    """States of the keys: the value of a ``Lookup`` in each byte."""
 
     seq: Number
     states: bytes
@@ -210,7 +198,7 @@ class Stats(_Message, frozen=True, tag="stats"):
 
 
 class Cleared(_Message, frozen=True, tag="cleared"):
-    """Numbers of blocks dropped from memory and from tiers."""
+    """Numbers of blocks dropped from memory and from tiers; a block in both counts twice."""
 
     seq: Number
     num_dropped: Number

@@ -76,7 +76,6 @@ class Plan(NamedTuple):
     """Checked runs of equal length to copy between local memory and a region.
 
     Attributes:
-        local: Local memory.
         local_offsets: Offsets of the runs in ``local``, ``[num_runs]`` int64, in bytes.
         remote_offsets: Offsets of the runs in the region, ``[num_runs]`` int64, in bytes.
         num_bytes: Length of each run.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from banaserve.base.errors import UserError
 from banaserve.base.names import check_known
 from banaserve.transport.interface import Transport, TransportOptions
@@ -13,48 +11,13 @@ SHARED_MEMORY = "shm"
 """Name of the transport that works within one machine only."""
 TCP = "tcp"
 NIXL = "nixl"
-Factory = Callable[[TransportOptions], Transport]
-
-
-def _shm(options: TransportOptions) -> Transport:
-    from banaserve.transport.backends.shm import ShmTransport
-
-    return ShmTransport(options)
-
-
-def _tcp(options: TransportOptions) -> Transport:
-    from banaserve.transport.backends.tcp import TcpTransport
-
-    return TcpTransport(options)
-
-
-def _torch_distributed(options: TransportOptions) -> Transport:
-    try:
-        from banaserve.transport.backends.torch_distributed import TorchDistributedTransport
-    except ImportError as error:
-        raise UserError(f"transport torch_distributed needs torch: {error}") from None
-    return TorchDistributedTransport(options)
-
-
-def _nixl(options: TransportOptions) -> Transport:
-    try:
-        from banaserve.transport.backends.nixl import NixlTransport
-    except ImportError as error:
-        raise UserError(f"transport nixl needs `pip install banaserve[nixl]`: {error}") from None
-    return NixlTransport(options, CudaGpu(options.device) if options.in_gpu_memory else None)
-
-
-_FACTORIES: dict[str, Factory] = {
-    SHARED_MEMORY: _shm,
-    TCP: _tcp,
-    "torch_distributed": _torch_distributed,
-    NIXL: _nixl,
-}
+_TORCH_DISTRIBUTED = "torch_distributed"
+_NAMES = (NIXL, SHARED_MEMORY, TCP, _TORCH_DISTRIBUTED)
 
 
 def names() -> list[str]:
     """Return the names of all transports, installed or not."""
-    return sorted(_FACTORIES)
+    return list(_NAMES)
 
 
 def create(name: str, options: TransportOptions) -> Transport:
@@ -63,5 +26,23 @@ def create(name: str, options: TransportOptions) -> Transport:
     Raises:
         UserError: There is no transport of this name, or a package that it needs is missing.
     """
-    check_known("transport", name, _FACTORIES)
-    return _FACTORIES[name](options)
+    check_known("transport", name, _NAMES)
+    # Each library is imported only where its transport is used: torch and NIXL take seconds.
+    try:
+        if name == SHARED_MEMORY:
+            from banaserve.transport.backends.shm import ShmTransport
+
+            return ShmTransport(options)
+        if name == TCP:
+            from banaserve.transport.backends.tcp import TcpTransport
+
+            return TcpTransport(options)
+        if name == _TORCH_DISTRIBUTED:
+            from banaserve.transport.backends.torch_distributed import TorchDistributedTransport
+
+            return TorchDistributedTransport(options)
+        from banaserve.transport.backends.nixl import NixlTransport
+    except ImportError as error:
+        package = "`pip install banaserve[nixl]`" if name == NIXL else "torch"
+        raise UserError(f"transport {name} needs {package}: {error}") from None
+    return NixlTransport(options, CudaGpu(options.device) if options.in_gpu_memory else None)

@@ -22,7 +22,7 @@ import sys
 from typing import Any
 
 from banaserve.contracts.environment import set_environment
-from banaserve.kvstore.gate.cost_gate import FetchPredictor
+from banaserve.kvstore.client.cost_gate import FetchPredictor
 
 _MAX_TOKENS = 4096
 

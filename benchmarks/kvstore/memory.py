@@ -286,9 +286,9 @@ def _counted_calls() -> Iterator[list[str]]:
     calls: list[str] = []
     plain = StoreChannel.call
 
-    def counted(self: StoreChannel, seq: int, request: Any, reply_type: Any) -> Any:
-        calls.append(type(request).__name__)
-        return plain(self, seq, request, reply_type)
+    def counted(self: StoreChannel, build: Any, reply_type: Any) -> Any:
+        calls.append(type(build(0)).__name__)
+        return plain(self, build, reply_type)
 
     StoreChannel.call = counted  # type: ignore[method-assign]
     try:

@@ -194,16 +194,12 @@ class DictionaryTier:
         block = transfer.block
         if transfer.is_store:
             block.data = transfer.memory.copy()
-            self._counters.stores += 1
-            self._counters.stored_bytes += block.num_bytes
         else:
             assert block.data is not None
             transfer.memory[:] = block.data
-            self._counters.loads += 1
-            self._counters.loaded_bytes += block.num_bytes
         self._blocks.end_use(block)
-        speed = self._counters.store_speed if transfer.is_store else self._counters.load_speed
-        speed.end(self._now(), block.num_bytes)
+        end = self._counters.end_store if transfer.is_store else self._counters.end_load
+        end(self._now(), block.num_bytes, TierOutcome.DONE)
         return Completion(transfer.ticket, TierOutcome.DONE)
 
     def _make_room(self) -> bool:

@@ -14,7 +14,7 @@ from banaserve.base.errors import NoInstanceError, PolicyError, UserError
 from banaserve.base.plugins import Plugin, PluginGroup
 from banaserve.base.types import ClusterView, InstanceId, InstanceView, RequestId, RequestView, Role
 from banaserve.cli.plugins import use_plugins
-from banaserve.kvstore.tiers.registry import TierSpec, distributed_spec, open_tier
+from banaserve.kvstore.tiers.registry import TIERS, distributed_tier
 from banaserve.orchestrator.control.move_policies import registry as migration
 from banaserve.orchestrator.control.routing import registry as routing
 from banaserve.orchestrator.planner.loop.loop import ControllerOptions
@@ -94,11 +94,11 @@ def test_a_tier_is_opened_by_its_url(site: Path) -> None:
     install(site, "acme-tier", TIER, {f"{TIER_GROUP}:heap": "acme_tier:HeapTier"})
     assert [plugin.problem for plugin in of_others(TIER_GROUP)] == [""]
     url = "heap://here?size=64MiB"
-    assert distributed_spec(url) == TierSpec("heap", url)
+    assert distributed_tier(url) is TIERS.get("heap")
     with pytest.raises(UserError, match="write heap://here"):
-        distributed_spec("heap://here")
+        distributed_tier("heap://here")
     with pytest.raises(UserError, match=r"known: heap, mooncake"):
-        distributed_spec("heaps://here")
+        distributed_tier("heaps://here")
 
 
 def guide(name: str, site: Path) -> list[str]:
@@ -126,7 +126,8 @@ def test_the_guide_s_routing_policy_works(site: Path) -> None:
 def test_the_guide_s_tier_works(site: Path) -> None:
     guide("add-a-store-tier.md", site)
     assert [plugin.problem for plugin in of_others(TIER_GROUP)] == [""]
-    tier = open_tier(distributed_spec("heap://here?size=64MiB"))
+    url = "heap://here?size=64MiB"
+    tier = distributed_tier(url).from_url(url)
     assert (tier.name, tier.stats().capacity_bytes) == ("heap", 64 * 2**20)
     tier.close()
 

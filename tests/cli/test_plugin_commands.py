@@ -23,7 +23,7 @@ from banaserve.cli.serve.command import serve_command
 from banaserve.cli.terminal.completion import candidates
 from banaserve.kvstore.client.admin import fetch_stats
 from banaserve.kvstore.daemon import process as daemon
-from banaserve.kvstore.tiers.registry import TIERS, distributed_spec
+from banaserve.kvstore.tiers.registry import TIERS, distributed_tier
 from installed_packages import MIGRATION, REPLICAS, TIER, install, plugin_site, routing_plugin
 from ports import free_port
 from store_process import fork_store
@@ -162,7 +162,7 @@ def test_a_tier_that_is_not_installed_says_what_to_install(
     with pytest.raises(
         UserError, match=r"mooncake \(known: none\); pip install banaserve-mooncake"
     ):
-        distributed_spec("mooncake://host:1")
+        distributed_tier("mooncake://host:1")
 
 
 def test_the_doctor_lists_plugins(site: Path, capsys: pytest.CaptureFixture[str]) -> None:

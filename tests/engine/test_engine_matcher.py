@@ -26,8 +26,7 @@ from banaserve.engine.connector.scheduler_side.prefix_matcher import (
 from banaserve.engine.connector.scheduler_side.request_state import LONGEST_WAIT_S
 from banaserve.engine.connector.scheduler_side.scheduler import StoreConnectorScheduler
 from banaserve.engine.continuation import with_output
-from banaserve.kvstore.gate.cost_gate import CostGate
-from banaserve.kvstore.gate.prefix_cut import FetchWork
+from banaserve.kvstore.client.cost_gate import CostGate, FetchWork
 from banaserve.kvstore.leases import Exchanged, Lease, Lookup, Slot
 from depth import chosen_seed
 
@@ -104,7 +103,7 @@ class AccountingStore:
         ready = next((i for i, state in enumerate(states) if state is not HIT), len(slots))
         lease = None
         if slots:
-            lease = Lease(self._number(), 1, len(slots))
+            lease = Lease(self._number(), 1)
             self.leases[lease.id] = slots
         granted: list[Slot | None] = []
         refused = 0

@@ -94,7 +94,8 @@ def test_eviction_keeps_leased_chains(store: Store) -> None:
 def test_clear_and_poison(store: Store) -> None:
     client = store.client()
     write(client, KEYS[:4])
-    assert clear_store(store.path) == (4, 0)
+    cleared = clear_store(store.path)
+    assert (cleared.num_dropped, cleared.num_dropped_from_tiers) == (4, 0)
     assert client.lookup(KEYS[:4]) == [Lookup.MISS] * 4
     view = client.view()
     assert (view.memory == 0xFF).all()

@@ -8,14 +8,16 @@ from collections.abc import Callable
 
 import pytest
 
-from banaserve.kvstore.gate.cost_gate import (
+from banaserve.kvstore.client.cost_gate import (
     ComputePredictor,
     CostGate,
     FetchPredictor,
+    FetchWork,
     GateDecision,
+    HeldPrefix,
+    StepBeside,
     Verdict,
 )
-from banaserve.kvstore.gate.prefix_cut import FetchWork, HeldPrefix, StepBeside
 from depth import chosen_seed
 
 FIXED_S, TOKEN_S, PAIR_S = 0.02, 0.004, 2e-6

@@ -19,7 +19,7 @@ from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.daemon.metrics import prometheus_text
 from banaserve.kvstore.leases import Exchanged, Lookup, Slot
 from banaserve.kvstore.stats import StoreStats, TierReport
-from banaserve.kvstore.tiers.ssd.check import check_folder
+from banaserve.kvstore.tiers.ssd.scan import check_folder
 from depth import chosen_seed
 from fingerprints import FINGERPRINT as SMALL
 from store_process import fork_store
@@ -343,7 +343,8 @@ def test_clear_empties_the_disk_too(store: Store) -> None:
     client = store.client()
     write(client, chain(0, 4))
     store.written()
-    assert clear_store(store.path) == (4, 4)
+    cleared = clear_store(store.path)
+    assert (cleared.num_dropped, cleared.num_dropped_from_tiers) == (4, 4)
     assert client.lookup(chain(0, 4)) == [Lookup.MISS] * 4
     store.stop()
     store.start()

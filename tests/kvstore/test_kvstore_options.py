@@ -17,7 +17,8 @@ from banaserve.kvstore.daemon.process import main
 from banaserve.kvstore.daemon.tiering.attached_tier import attach
 from banaserve.kvstore.leases import Lookup, Slot
 from banaserve.kvstore.pool import Board, BoardView
-from banaserve.kvstore.tiers.registry import TIERS, TierEntry, TierSpec, distributed_spec, open_tier
+from banaserve.kvstore.tiers.interface import StoreTier
+from banaserve.kvstore.tiers.registry import TIERS, distributed_tier
 
 SOCKET = Path("store.sock")
 
@@ -28,22 +29,17 @@ def _tiers_of_packages() -> None:
     load_plugins({PluginGroup.STORE_TIERS: TIERS})
 
 
-def test_a_tier_is_registered_once() -> None:
-    with pytest.raises(ValueError, match="tier named 'ssd' exists already"):
-        TIERS.add("ssd", TierEntry(open_tier))
-
-
-def test_an_unknown_tier_lists_the_known_ones() -> None:
-    with pytest.raises(UserError, match=r"unknown tier: sdd \(known: .*ssd.*did you mean ssd"):
-        open_tier(TierSpec("sdd"))
+@pytest.mark.parametrize("name", ["ssd", "peers"])
+def test_a_package_offers_no_tier_of_a_name_of_banaserve_s_own(name: str) -> None:
+    with pytest.raises(UserError, match=f"has a tier named {name}"):
+        TIERS.add_plugin(name, object, "acme 1.0")
 
 
 def test_what_a_factory_raises_becomes_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    def fail(spec: TierSpec) -> None:
+    def fail() -> StoreTier:
         raise RuntimeError("two\nlines")
 
-    TIERS.add("failing", TierEntry(fail))  # type: ignore[arg-type]
-    tier = attach(TierSpec("failing"))
+    tier = attach("failing", fail)
     assert not tier.is_open
     assert tier.report().stats.problem == "RuntimeError: two lines"
     assert [record.message for record in caplog.records] == [
@@ -55,12 +51,12 @@ def test_what_a_factory_raises_becomes_one_line(caplog: pytest.LogCaptureFixture
 @pytest.mark.parametrize("url", ["redis://host:1", "host:1", "", "mooncakes://host"])
 def test_only_known_schemes(url: str) -> None:
     with pytest.raises(UserError, match="mooncake"):
-        distributed_spec(url)
+        distributed_tier(url)
 
 
 def test_the_scheme_chooses_the_tier() -> None:
     url = "mooncake://host:1?segment=1GiB"
-    assert distributed_spec(url) == TierSpec("mooncake", url)
+    assert distributed_tier(url) is TIERS.get("mooncake")
 
 
 @pytest.mark.parametrize(
@@ -86,9 +82,7 @@ def test_the_daemon_gets_what_serve_was_given(monkeypatch: pytest.MonkeyPatch) -
     argv += ["--kv-store-distributed", "mooncake://h:1", "--kv-store-tenant-quota", "0.25"]
     options = StoreOptions.of(parse_serve_argv([*argv, "--kv-store-verify"]))
     seen = []
-    monkeypatch.setattr(
-        "banaserve.kvstore.daemon.process.serve", lambda given, _: seen.append(given)
-    )
+    monkeypatch.setattr("banaserve.kvstore.daemon.process.serve", seen.append)
     for name, value in options.environment().items():
         monkeypatch.setenv(name, value)
     assert not any("mooncake://" in word for word in options.arguments()), "it may hold a password"
@@ -96,10 +90,8 @@ def test_the_daemon_gets_what_serve_was_given(monkeypatch: pytest.MonkeyPatch) -
     (given,) = seen
     common = {field.name: getattr(options, field.name) for field in fields(StoreOptions)}
     assert given == DaemonOptions(**common, socket_path=SOCKET)
-    assert given.tiers() == (
-        TierSpec("ssd", "/cache", 5 * 2**30),
-        TierSpec("mooncake", "mooncake://h:1"),
-    )
+    assert (given.ssd, given.ssd_size) == (Path("/cache"), "5GiB")
+    assert given.distributed == "mooncake://h:1"
     assert (given.pool_bytes, given.tenant_quota, given.verify_memory) == (3 * 2**30, 0.25, True)
 
 
@@ -133,10 +125,10 @@ def test_what_the_board_says_of_a_slot() -> None:
     board.show_ready(3, 7)
     assert says() == [Lookup.HIT, Lookup.MISS]
     assert says(generation=6) == [Lookup.MISS, Lookup.MISS]
-    board.show_failed(3, 7)
+    board.show_none(3)
     assert says() == [Lookup.MISS, Lookup.MISS]
     board.show_ready(3, 8)
     assert says() == [Lookup.MISS, Lookup.HIT]
-    board.show_free(3)
+    board.show_none(3)
     assert says() == [Lookup.MISS, Lookup.MISS]
     board.close()

@@ -20,12 +20,11 @@ from banaserve.base.errors import UserError
 from banaserve.kvstore.client.admin import set_peers
 from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.daemon.connections.peer_server import PeerServer
-from banaserve.kvstore.daemon.options import StoreOptions
+from banaserve.kvstore.daemon.options import PeerOptions, StoreOptions
 from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.peers.messages import VERSION, PeerHello, PeerWelcome, message_of, reply_in
-from banaserve.kvstore.peers.options import PeerOptions
 from banaserve.transport.channels.connect import over_tcp
-from banaserve.transport.channels.threaded_server import MAX_STRANGERS, ConnectionPlaces
+from banaserve.transport.threaded_server import MAX_STRANGERS, ConnectionPlaces
 from peer_store import DEADLINE_S, FINGERPRINT, KEY, NUM_SLOTS, SLOT_BYTES, PeerStore, chain
 from store_process import fork_store
 from waiting import eventually
@@ -217,6 +216,9 @@ class _NoBlocks:
 
     def lent(self, key: bytes, num_bytes: int) -> Any:
         raise AssertionError("nothing is fetched")
+
+    def close(self) -> None:
+        pass
 
 
 def test_silent_strangers_make_way_for_peers_and_peers_for_nobody() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from banaserve.kvstore.daemon.tiering.promotion_choice import TierOffer, TierSpeed, choose
+from banaserve.kvstore.daemon.tiering.promotion_choice import TierSpeed, choose
 
 MIB = 2**20
 
@@ -19,8 +19,8 @@ def speed(latency_s: float, bytes_per_s: float) -> TierSpeed:
     return learnt
 
 
-def offer(latency_s: float, block_s: float, queued_blocks: int = 0) -> TierOffer:
-    return TierOffer(speed(latency_s, MIB / block_s), queued_blocks * MIB)
+def offer(latency_s: float, block_s: float, queued_blocks: int = 0) -> tuple[TierSpeed, int]:
+    return speed(latency_s, MIB / block_s), queued_blocks * MIB
 
 
 def test_latency_and_bandwidth_are_told_apart() -> None:
@@ -31,7 +31,6 @@ def test_latency_and_bandwidth_are_told_apart() -> None:
 
 def test_nothing_is_predicted_before_the_first_load() -> None:
     learnt = TierSpeed()
-    assert not learnt.is_known
     assert learnt.predict_s(MIB) == 0.0
 
 
@@ -80,13 +79,13 @@ FAST, SLOW = offer(0.0, 1.0), offer(2.0, 10.0)
         pytest.param([0] * 4, [offer(0.0, 1.0, 20)], 2.0, 20.0, 4, id="waiting-anyway"),
         pytest.param([0, 0, 1, 1], [FAST, SLOW], 2.0, 0.0, 2, id="only-the-fast-tiers-part"),
         pytest.param([1, 0, 0, 0], [FAST, SLOW], 4.0, 0.0, 4, id="side-by-side"),
-        pytest.param([0] * 3, [TierOffer(TierSpeed(), 0)], 0.001, 0.0, 3, id="never-measured"),
+        pytest.param([0] * 3, [(TierSpeed(), 0)], 0.001, 0.0, 3, id="never-measured"),
         pytest.param([], [FAST], 1.0, 0.0, 0, id="nothing-there"),
     ],
 )
 def test_the_choice(
     sources: list[int],
-    offers: list[TierOffer],
+    offers: list[tuple[TierSpeed, int]],
     compute_block_s: float,
     wait_s: float,
     num_blocks: int,
@@ -114,10 +113,10 @@ def test_no_other_number_saves_more(
 
     def saved_s(number: int) -> float:
         fetch_s = wait_s
-        for tier, offered in enumerate(offers):
+        for tier, (tier_speed, queued_bytes) in enumerate(offers):
             if num_blocks := sources[:number].count(tier):
-                ahead_bytes = offered.queued_bytes + num_blocks * MIB
-                fetch_s = max(fetch_s, offered.speed.predict_s(ahead_bytes))
+                ahead_bytes = queued_bytes + num_blocks * MIB
+                fetch_s = max(fetch_s, tier_speed.predict_s(ahead_bytes))
         return number * compute_block_s - (fetch_s - wait_s)
 
     best = choose(sources, offers, MIB, compute_block_s, wait_s)

@@ -19,7 +19,6 @@ from banaserve.kvstore.client.admin import set_peers
 from banaserve.kvstore.daemon.connections.peer_server import PeerServer
 from banaserve.kvstore.daemon.pushes.receiving import Reception
 from banaserve.kvstore.leases import Exchanged, Lookup, Slot
-from banaserve.kvstore.mailbox import Mailbox
 from banaserve.kvstore.peers.link import connect_to_peer, exchange
 from banaserve.kvstore.peers.messages import (
     AskBlocks,
@@ -32,6 +31,7 @@ from banaserve.kvstore.peers.messages import (
     message_of,
 )
 from banaserve.kvstore.peers.push import Push, PushLink
+from banaserve.kvstore.tiers.mailbox import Mailbox
 from banaserve.transport.channels.channel import StreamChannel
 from banaserve.transport.errors import PeerGoneError, TransportError
 from banaserve.transport.interface import Tensor
@@ -577,6 +577,9 @@ class Sink:
 
     def end(self, reception: Reception, done: Sequence[int], failed: Sequence[int]) -> None:
         self.is_over.set()
+
+    def close(self) -> None:
+        pass
 
 
 def test_a_link_that_is_behind_sends_many_layers_at_once() -> None:

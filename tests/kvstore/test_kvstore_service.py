@@ -13,9 +13,9 @@ import pytest
 from banaserve.base.errors import ProtocolError, UserError
 from banaserve.kvstore import wire
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
+from banaserve.kvstore.daemon.pushes.pushing import Pushing
 from banaserve.kvstore.daemon.service import StoreService
 from banaserve.kvstore.daemon.tiering.tiering import Tiering
-from banaserve.kvstore.daemon.watcher import PoolWatcher
 from banaserve.kvstore.fingerprint import PAGE_BYTES, Fingerprint
 from banaserve.kvstore.pool import POISON, Board, SlotPool
 from banaserve.kvstore.sizes import format_size, parse_size
@@ -43,13 +43,14 @@ def make_pool() -> SlotPool:
 
 def make_service(pool: SlotPool | None = None, *, poisons: bool = False) -> StoreService:
     board, selector = Board(POOL_BYTES), selectors.DefaultSelector()
-    carved = CarvedPool(pool or make_pool())
+    carved = CarvedPool(pool or make_pool(), board, poisons=poisons)
     tiering = Tiering([], carved, selector)
     made.callback(board.close)
     made.callback(selector.close)
     made.callback(tiering.close, 0.0)
-    watcher = PoolWatcher(carved, board, tiering, poisons=poisons)
-    return StoreService(carved, tiering, watcher)
+    pushing = Pushing(b"", selector, carved)
+    made.callback(pushing.close)
+    return StoreService(carved, tiering, pushing, lambda _: None)
 
 
 def changed(**fields: Any) -> Fingerprint:

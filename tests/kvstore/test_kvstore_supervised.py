@@ -15,11 +15,10 @@ from banaserve.base.errors import StoreUnavailableError, UserError
 from banaserve.base.platform.processes import is_running
 from banaserve.kvstore.client.admin import fetch_stats
 from banaserve.kvstore.client.client import StoreClient
-from banaserve.kvstore.daemon.options import StoreOptions
+from banaserve.kvstore.daemon.options import PeerOptions, StoreOptions
 from banaserve.kvstore.daemon.supervised import StoreTimeouts, SupervisedStore
 from banaserve.kvstore.leases import Lookup
-from banaserve.kvstore.peers.options import PeerOptions
-from banaserve.kvstore.tiers.ssd.check import check_folder
+from banaserve.kvstore.tiers.ssd.scan import check_folder
 from fingerprints import FINGERPRINT
 from ports import free_port
 from waiting import eventually, until

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from banaserve.kvstore import wire
-from banaserve.kvstore.client.leftovers import still_held
 from banaserve.kvstore.daemon.tiering.tiering import HUNG_AFTER_S, NOTE_EVERY_S
 from banaserve.kvstore.fingerprint import PAGE_BYTES
+from banaserve.kvstore.stats import still_held
 from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, TierOutcome
 from tiering_doubles import (
     FINGERPRINT,

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from banaserve.kvstore.gate.cost_gate import CostGate, GateDecision
-from banaserve.kvstore.gate.prefix_cut import (
+from banaserve.kvstore.client.cost_gate import (
+    CostGate,
     FetchWork,
+    GateDecision,
     HeldPrefix,
     PassCosts,
     StepBeside,

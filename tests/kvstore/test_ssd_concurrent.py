@@ -11,8 +11,8 @@ import pytest
 
 from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, Completion, TierOutcome
-from banaserve.kvstore.tiers.ssd.check import check_folder
 from banaserve.kvstore.tiers.ssd.files import aligned_bytes
+from banaserve.kvstore.tiers.ssd.scan import check_folder
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
 from depth import seeds
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from banaserve.base.errors import UserError
-from banaserve.kvstore.tiers.ssd.check import check_folder
 from banaserve.kvstore.tiers.ssd.folder import Folder
+from banaserve.kvstore.tiers.ssd.scan import check_folder
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
 
 MIB = 2**20
@@ -145,7 +145,7 @@ OPEN = """
 import os, sys
 from pathlib import Path
 from banaserve.base.errors import UserError
-from banaserve.kvstore.tiers.ssd.check import check_folder
+from banaserve.kvstore.tiers.ssd.scan import check_folder
 from banaserve.kvstore.tiers.ssd.folder import Folder
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
 folder = Path(sys.argv[1])

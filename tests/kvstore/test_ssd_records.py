@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.tiers.interface import Completion, TierOutcome
-from banaserve.kvstore.tiers.ssd.check import check_folder
 from banaserve.kvstore.tiers.ssd.files import aligned_bytes
 from banaserve.kvstore.tiers.ssd.folder import block_name
 from banaserve.kvstore.tiers.ssd.record import (
@@ -33,6 +32,7 @@ from banaserve.kvstore.tiers.ssd.record import (
     encode,
     padded,
 )
+from banaserve.kvstore.tiers.ssd.scan import check_folder
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
 from depth import num_examples
 

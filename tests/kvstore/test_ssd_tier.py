@@ -15,11 +15,10 @@ import pytest
 
 from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, Completion, TierOutcome
-from banaserve.kvstore.tiers.ssd.check import check_folder
 from banaserve.kvstore.tiers.ssd.files import aligned_bytes
 from banaserve.kvstore.tiers.ssd.folder import Folder
 from banaserve.kvstore.tiers.ssd.record import PAGE_BYTES
-from banaserve.kvstore.tiers.ssd.scan import recover
+from banaserve.kvstore.tiers.ssd.scan import check_folder, recover
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
 
 MIB = 2**20

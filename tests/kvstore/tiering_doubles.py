@@ -11,10 +11,10 @@ import numpy as np
 
 from banaserve.kvstore import wire
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
+from banaserve.kvstore.daemon.pushes.pushing import Pushing
 from banaserve.kvstore.daemon.service import StoreService
 from banaserve.kvstore.daemon.tiering.attached_tier import AttachedTier
 from banaserve.kvstore.daemon.tiering.tiering import Tiering
-from banaserve.kvstore.daemon.watcher import PoolWatcher
 from banaserve.kvstore.fingerprint import PAGE_BYTES
 from banaserve.kvstore.leases import Lookup, Slot
 from banaserve.kvstore.pool import Board, BoardView, SlotPool
@@ -152,13 +152,16 @@ class Store:
         self.board = Board(self.pool.num_bytes)
         self.selector = selectors.DefaultSelector()
         attached = [AttachedTier(tier.name, tier) for tier in tiers]
-        carved = CarvedPool(self.pool)
+        carved = CarvedPool(
+            self.pool, self.board, tenant_quota=quota, poisons=True, verifies=verifies
+        )
         self.tiering = Tiering(attached, carved, self.selector, lambda: self.now_s)
-        watcher = PoolWatcher(carved, self.board, self.tiering, poisons=True, verifies=verifies)
-        self.service = StoreService(carved, self.tiering, watcher, quota)
+        pushing = Pushing(b"", self.selector, carved)
+        self.service = StoreService(carved, self.tiering, pushing, lambda _: None)
         for close in (self.selector.close, self.board.close, self.pool.close):
             stack.callback(close)
         stack.callback(self.tiering.close, 5.0)
+        stack.callback(pushing.close)
         hello = wire.ClientHello(1, wire.PROTOCOL_VERSION, "here", FINGERPRINT)
         welcome = self.service.greet(1, hello)
         assert isinstance(welcome, wire.Welcome)

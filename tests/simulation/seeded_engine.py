@@ -27,7 +27,7 @@ from banaserve.engine.connector.metadata import StepPlan, StepResult
 from banaserve.engine.connector.scheduler_side.scheduler import StoreConnectorScheduler
 from banaserve.engine.continuation import output_of
 from banaserve.kvstore import wire
-from banaserve.kvstore.gate.cost_gate import CostGate
+from banaserve.kvstore.client.cost_gate import CostGate
 from banaserve.kvstore.leases import Exchanged, Lease, Lookup, Slot
 from banaserve.kvstore.tiers.interface import TierOutcome
 from fingerprints import FINGERPRINT
@@ -217,7 +217,7 @@ class StoreLink:
         assert isinstance(granted, wire.SlotsGranted)
         slots, lease = [self._slot(pair) for pair in granted.slots], None
         if granted.lease_id is not None:
-            lease = Lease(granted.lease_id, self._generation, len(slots))
+            lease = Lease(granted.lease_id, self._generation)
         reserved = [None if pair is None else self._slot(pair) for pair in granted.reserved]
         self._writing |= {slot.serial: slot for slot in reserved if slot is not None}
         asked_for = [*acquire[: len(slots)], *(key for key, _ in reserve)]

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from banaserve.base.errors import UserError
-from banaserve.transport import registry
+from banaserve.transport import registry, threaded_server
 from banaserve.transport.backends.channel_served import Begin, End, Open, ask, grant_in, message_of
-from banaserve.transport.channels import authentication, threaded_server
+from banaserve.transport.channels import authentication
 from banaserve.transport.channels.connect import connect
 from banaserve.transport.channels.stream import SocketStream
 from banaserve.transport.errors import (

@@ -19,7 +19,6 @@ import transport_faults as faults
 import transport_peer
 from banaserve.transport.channels import frames
 from banaserve.transport.channels.connect import accept_tcp, connect, over_tcp, tcp_address
-from banaserve.transport.channels.threaded_server import listen_tcp
 from banaserve.transport.errors import (
     PeerGoneError,
     RefusedError,
@@ -28,6 +27,7 @@ from banaserve.transport.errors import (
     TransportError,
 )
 from banaserve.transport.interface import Message, Tensor, TransportOptions
+from banaserve.transport.threaded_server import listen_tcp
 from depth import num_examples
 from forked import Forked
 from ports import free_port

@@ -17,10 +17,10 @@ import msgspec
 from banaserve.transport.backends import cuda_ipc
 from banaserve.transport.backends.cuda_ipc import CudaIpcTransport
 from banaserve.transport.channels.connect import over_tcp, over_unix, tcp_address
-from banaserve.transport.channels.threaded_server import listen_tcp, listen_unix
 from banaserve.transport.errors import PeerGoneError, TransportError
 from banaserve.transport.interface import Transport, TransportOptions
 from banaserve.transport.registry import create
+from banaserve.transport.threaded_server import listen_tcp, listen_unix
 from emulated_gpu import EmulatedGpu
 
 NIXL_OF_GPUS = "nixl of GPUs"

@@ -83,7 +83,7 @@ def check_config(config: ServeConfig) -> None:
         UserError: Options contradict each other, or name something that does not exist.
     """
     store = StoreOptions.of(config)
-    store.tiers()
+    store.check_tiers()
     store.peers.check()
     check_places(config)
     parse_size(config.max_body_size)

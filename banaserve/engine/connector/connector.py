@@ -34,8 +34,8 @@ from banaserve.engine.connector.scheduler_side.scheduler import StoreConnectorSc
 from banaserve.engine.connector.worker_side.worker import RankShare, StoreConnectorWorker
 from banaserve.engine.engine_args import MIGRATION_KEY, PAGE_LAYOUT
 from banaserve.kvstore.client.client import StoreClient
-from banaserve.kvstore.client.leftovers import still_held
-from banaserve.kvstore.gate.cost_gate import CostGate
+from banaserve.kvstore.client.cost_gate import CostGate
+from banaserve.kvstore.stats import still_held
 
 if TYPE_CHECKING:
     from banaserve.engine.compat.kv_cache import KVCacheBlocks, KVCacheConfig

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from banaserve.base.errors import InstanceDeadError, MigrationError, UserError
 from banaserve.frontdoor.edge.refusals import error_response
-from banaserve.serving.operations import Operations, OperationState
+from banaserve.serving.operation_base import Operations, OperationState
 
 PREFIX = "/admin"
 _MAX_WAIT_S = 30.0

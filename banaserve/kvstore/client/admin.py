@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from banaserve.base.errors import ProtocolError, StoreUnavailableError, UserError
 from banaserve.kvstore import wire
@@ -23,21 +23,13 @@ def fetch_stats(socket_path: Path, timeout_s: float = 5.0) -> StoreStats:
     return _ask(socket_path, wire.GetStats, wire.Stats, timeout_s).stats
 
 
-class ClearedBlocks(NamedTuple):
-    """Numbers of blocks dropped by ``clear_store``; one in memory and in a tier counts in both."""
-
-    from_memory: int
-    from_tiers: int
-
-
-def clear_store(socket_path: Path, timeout_s: float = 5.0) -> ClearedBlocks:
-    """Drop every block that is not in use, from memory and tiers.
+def clear_store(socket_path: Path, timeout_s: float = 5.0) -> wire.Cleared:
+    """Drop every block that is not in use, from memory and tiers; return the numbers of each.
 
     Raises:
         StoreUnavailableError: There is no answer.
     """
-    reply = _ask(socket_path, wire.Clear, wire.Cleared, timeout_s)
-    return ClearedBlocks(reply.num_dropped, reply.num_dropped_from_tiers)
+    return _ask(socket_path, wire.Clear, wire.Cleared, timeout_s)
 
 
 def set_peers(socket_path: Path, peers: Sequence[str], timeout_s: float = 5.0) -> None:
@@ -61,8 +53,7 @@ def _ask(
     """Send the request that ``build`` makes from its seq and return the reply."""
     channel = StoreChannel(socket_path, "operator", None, 0, timeout_s, on_late=lambda _: None)
     try:
-        seq = channel.next_seq()
-        return channel.call(seq, build(seq), reply_type)
+        return channel.call(build, reply_type)
     except (OSError, ProtocolError) as error:
         message = f"the KV cache store on {socket_path} does not answer: {error}"
         raise StoreUnavailableError(message) from error

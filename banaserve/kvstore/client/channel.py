@@ -60,7 +60,7 @@ class StoreChannel:
         self.fds: list[int] = []
         self._on_late = on_late
         self._late_seqs: deque[int] = deque()
-        self._last_seq = 0
+        self._last_seq = 1
         self._reader = MessageReader(wire.REPLIES)
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -68,7 +68,7 @@ class StoreChannel:
             self._sock.connect(str(socket_path))
             _check_owner(self._sock)
             hello = wire.ClientHello(
-                self.next_seq(), wire.PROTOCOL_VERSION, client_name, fingerprint, num_writers
+                self._last_seq, wire.PROTOCOL_VERSION, client_name, fingerprint, num_writers
             )
             self.welcome = self._greet(hello)
         except (OSError, ProtocolError) as error:
@@ -84,32 +84,25 @@ class StoreChannel:
         """Return whether a request that has timed out is still unanswered."""
         return bool(self._late_seqs)
 
-    def next_seq(self) -> int:
-        """Return the sequence number of the next request."""
-        self._last_seq += 1
-        return self._last_seq
-
     def send(self, message: wire.Request) -> None:
-        """Send a message without waiting for a reply.
-
-        Raises:
-            OSError: The connection is no longer usable.
-        """
+        """Send a message without waiting for a reply; raise OSError if the connection is broken."""
         try:
             self._sock.sendall(wire.REQUESTS.encode(message))
         except BlockingIOError as error:
             # Half a message may be on its way, so nothing can follow it.
             raise ConnectionAbortedError("the store does not read") from error
 
-    def call(self, seq: int, request: wire.Request, reply_type: type[R]) -> R:
-        """Send a request and wait for its reply.
+    def call(self, build: Callable[[int], wire.Request], reply_type: type[R]) -> R:
+        """Send the request that ``build`` makes from its seq, and wait for its reply.
 
         Raises:
             TimeoutError: No reply arrived in time; the channel stays usable.
             OSError: The connection is no longer usable.
             ProtocolError: The reply is of an unexpected type; the connection is no longer usable.
         """
-        self.send(request)
+        self._last_seq += 1
+        seq = self._last_seq
+        self.send(build(seq))
         try:
             while True:
                 reply = self._receive()
@@ -127,8 +120,7 @@ class StoreChannel:
         """Process the late replies that have arrived by now, without waiting.
 
         Raises:
-            OSError: The connection is no longer usable.
-            ProtocolError: The connection is no longer usable.
+            OSError: The connection is no longer usable; ProtocolError likewise.
         """
         try:
             while self._late_seqs:
@@ -274,8 +266,7 @@ class StoreLink:
                 return None
             try:
                 self._tell_untold(channel)
-                seq = channel.next_seq()
-                return channel.call(seq, build(seq), reply_type)
+                return channel.call(build, reply_type)
             except TimeoutError:
                 self._note_away("it does not answer in time")
                 return None
@@ -301,11 +292,7 @@ class StoreLink:
         return self._channel is None or not self._channel.is_open()
 
     def refresh(self) -> None:
-        """Check that the connection to the store is still open; reconnect if not.
-
-        Raises:
-            FingerprintError: At the first connection only.
-        """
+        """Reconnect if the store has closed the connection; raises as ``call`` does."""
         self.note_if_lost()
         self._present_channel()
 

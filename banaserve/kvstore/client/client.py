@@ -69,11 +69,7 @@ class StoreClient:
         )
 
     def connect(self, within_s: float = 0.0) -> None:
-        """Connect now, if not connected.
-
-        Args:
-            within_s: Time to keep retrying, in seconds: on a busy machine the store may answer
-                late.
+        """Connect now, if not connected; keep trying for ``within_s`` seconds.
 
         Raises:
             StoreUnavailableError: There is no answer.
@@ -163,9 +159,7 @@ class StoreClient:
         if reply is None:
             return Exchanged(None, (), (None,) * len(reserve))
         slots = [Slot(index, generation, serial) for index, serial in reply.slots]
-        lease = None
-        if reply.lease_id is not None:
-            lease = Lease(reply.lease_id, generation, len(slots))
+        lease = None if reply.lease_id is None else Lease(reply.lease_id, generation)
         return Exchanged(
             lease,
             slots,
@@ -223,8 +217,8 @@ class StoreClient:
             to: ``HOST:PORT`` of the store, as this store knows its peer.
             keys: Keys of the prompt from its first block on, as acquired and reserved.
             tenant: Tenant to which the slots there are charged.
-            hold: Number of a hold under which the peer keeps all of the blocks, or takes none of
-                them; 0 holds none.
+            hold: Number of a hold under which the peer keeps all of the blocks until ``end_hold``,
+                or takes none of them; 0 holds none.
             num_readers: Number of decode legs, see ``exchange``.
 
         Raises:
@@ -239,8 +233,7 @@ class StoreClient:
     def note_written(self, slots: Sequence[Slot], num_layers: int, part: int = 0) -> None:
         """Report that ``part`` of the first layers of reserved slots is written, without waiting.
 
-        Args:
-            num_layers: Number of written layers from the first on; they are not written again.
+        These layers are not written again.
         """
         serials = [slot.serial for slot in slots]
         if serials:
@@ -278,10 +271,8 @@ class StoreClient:
     def abandon(self, slots: Sequence[Slot], part: int | None = None) -> None:
         """Give reserved slots back without commit, without waiting for the store.
 
-        Args:
-            slots: Reserved slots that are no longer written to.
-            part: Number of the part whose writing has ended; None if no part is written any more.
-                A slot becomes free when all parts have ended.
+        A slot becomes free when all of its parts have ended. ``part`` is the one that is no longer
+        written; None ends all.
         """
         serials: dict[int, list[int]] = {}
         for slot in slots:
@@ -298,9 +289,8 @@ class StoreClient:
     def view(self, generation: int | None = None) -> PoolView:
         """Return the mapped pool. Keep the view while copies to or from it are in flight.
 
-        Args:
-            generation: Generation of the caller's slots; None accepts any. If the pool mapped here
-                is of another one, the store has been restarted: the client reconnects first.
+        If the pool mapped here is of another ``generation`` than the caller's slots, the store has
+        been restarted: the client reconnects first.
 
         Raises:
             StoreUnavailableError: The store is away, or its pool is of another generation.
@@ -332,7 +322,7 @@ class StoreClient:
         return None if reply is None else reply.stats
 
     def clear(self) -> int | None:
-        """Drop every block of every client that is not in use, from memory and tiers.
+        """Drop every block that is not in use, from memory and tiers.
 
         Returns:
             Number of blocks dropped from memory; None while the store is away.

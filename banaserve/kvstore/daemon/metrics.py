@@ -9,9 +9,7 @@ from pathlib import Path
 
 from banaserve.base.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.client.admin import fetch_stats
-from banaserve.kvstore.measure import Measure, measures_of
-from banaserve.kvstore.stats import StoreStats, TierReport
-from banaserve.kvstore.tiers.interface import TierStats
+from banaserve.kvstore.stats import Measure, StoreStats, TierReport, TierStats, measures_of
 
 
 def prometheus_text(stats: StoreStats) -> str:

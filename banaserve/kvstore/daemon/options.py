@@ -8,15 +8,77 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from banaserve.base.access.key_files import PEER_KEY_VARIABLE, key_option
 from banaserve.base.arguments import derived, option, options_of, values_of
 from banaserve.base.config import ServeConfig
 from banaserve.base.errors import UserError
-from banaserve.kvstore.peers.options import NO_PEERS, PeerOptions
+from banaserve.base.net.addresses import host_and_port
 from banaserve.kvstore.sizes import parse_size
-from banaserve.kvstore.tiers.registry import TierSpec, distributed_spec
+from banaserve.kvstore.tiers.registry import distributed_tier
+from banaserve.transport.interface import MIN_SECRET_BYTES
 
 DISTRIBUTED_VARIABLE = "BANASERVE_KVSTORE_DISTRIBUTED"
 """Variable with the URL of the distributed tier, used if the daemon's command line has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerOptions:
+    """Peers of a store.
+
+    Attributes:
+        listen: ``HOST:PORT``; empty if peers cannot fetch blocks.
+        key: Key that both sides know.
+    """
+
+    listen: str = option("where other stores fetch blocks", "", metavar="HOST:PORT")
+    peers: tuple[str, ...] = option(
+        "another store to fetch blocks from; repeat for several",
+        (),
+        name="--peer",
+        metavar="HOST:PORT",
+    )
+    key: str = key_option(
+        "--peer-key",
+        "",
+        f"file with the key that all of them share (${PEER_KEY_VARIABLE})",
+        PEER_KEY_VARIABLE,
+    )
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether blocks are shared with other stores."""
+        return bool(self.listen or self.peers)
+
+    @property
+    def secret(self) -> bytes:
+        return self.key.encode()
+
+    def check(self) -> None:
+        """Check the options.
+
+        Raises:
+            UserError: An address is invalid, or there is no key of 16 or more characters.
+        """
+        for name, address in (
+            *((("--kv-store-listen", self.listen),) if self.listen else ()),
+            *(("--kv-store-peer", peer) for peer in self.peers),
+        ):
+            host_and_port(name, address)
+        if self.is_used and len(self.secret) < MIN_SECRET_BYTES:
+            raise UserError(
+                f"stores that share blocks need a key of {MIN_SECRET_BYTES} characters or more, "
+                "the same on all machines: give --kv-store-peer-key-file or set "
+                f"{PEER_KEY_VARIABLE}"
+            )
+
+    def arguments(self) -> list[str]:
+        """Return the arguments of the daemon's command line."""
+        listening = [f"--listen={self.listen}"] if self.listen else []
+        return [*listening, *(f"--peer={peer}" for peer in self.peers)]
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment variables of the daemon."""
+        return {PEER_KEY_VARIABLE: self.key} if self.is_used else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +106,7 @@ class StoreOptions:
         read=lambda known: known.distributed or os.environ.get(DISTRIBUTED_VARIABLE, ""),
     )
     peers: PeerOptions = derived(
-        NO_PEERS,
+        PeerOptions(),
         lambda known: PeerOptions(**values_of(PeerOptions, known)),
         *options_of(PeerOptions),
     )
@@ -71,17 +133,15 @@ class StoreOptions:
             ),
         )
 
-    def tiers(self) -> tuple[TierSpec, ...]:
-        """Return the tiers below memory, fastest first.
+    def check_tiers(self) -> None:
+        """Check the options of tiers, without opening any.
 
         Raises:
             UserError: A size or a URL is invalid.
         """
-        ssd_bytes = parse_size(self.ssd_size)
-        specs = [] if self.ssd is None else [TierSpec("ssd", str(self.ssd), ssd_bytes)]
+        parse_size(self.ssd_size)
         if self.distributed:
-            specs.append(distributed_spec(self.distributed))
-        return tuple(specs)
+            distributed_tier(self.distributed)
 
     @property
     def pool_bytes(self) -> int:
@@ -105,7 +165,7 @@ class StoreOptions:
             )
         self.peers.check()
         parse_size(self.size)
-        self.tiers()
+        self.check_tiers()
 
     def arguments(self) -> list[str]:
         """Return the daemon's command-line arguments, which ``environment`` completes."""

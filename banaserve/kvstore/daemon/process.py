@@ -7,9 +7,8 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 from banaserve.base.arguments import Parser, values_of
 from banaserve.base.errors import UserError
@@ -18,20 +17,15 @@ from banaserve.kvstore.daemon.options import DaemonOptions
 from banaserve.kvstore.daemon.server import StoreServer
 from banaserve.kvstore.tiers.registry import TIERS
 
-if TYPE_CHECKING:
-    from banaserve.kvstore.daemon.metrics import MetricsServer
-
 log = logging.getLogger(__name__)
 
 USER_ERROR_EXIT_CODE = 2
 
 
-def serve(options: DaemonOptions, on_ready: Callable[[], None] | None = None) -> None:
+def serve(options: DaemonOptions) -> None:
     """Run the store in this process until SIGTERM or SIGINT. Call it from the main thread.
 
-    Args:
-        options: Options of the store.
-        on_ready: Callback once clients can connect and the memory is filled.
+    Once clients can connect, one line is written to ``options.ready_fd``.
 
     Raises:
         UserError: An option is invalid, or the socket or the memory is not available; one line
@@ -44,22 +38,17 @@ def serve(options: DaemonOptions, on_ready: Callable[[], None] | None = None) ->
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with ExitStack() as stack:
         if options.metrics_port:
-            stack.callback(_serve_metrics(options).close)
+            # Imported only here: the HTTP server would slow down every start without metrics.
+            from banaserve.kvstore.daemon.metrics import MetricsServer
+
+            stack.callback(MetricsServer(options.socket_path, options.metrics_port).close)
         server = StoreServer(options)
         stack.callback(server.close)
         signal.set_wakeup_fd(server.wake_fd)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: server.stop())
-        if on_ready is not None:
-            on_ready()
+        _announce_ready(options.ready_fd)
         server.run()
-
-
-def _serve_metrics(options: DaemonOptions) -> MetricsServer:
-    # Imported only here: the HTTP server's import would slow down every start without metrics.
-    from banaserve.kvstore.daemon.metrics import MetricsServer
-
-    return MetricsServer(options.socket_path, options.metrics_port)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,19 +61,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if plugin.problem:
             log.warning("%s", plugin)
     try:
-        serve(options, lambda: announce_ready(options.ready_fd))
+        serve(options)
     except UserError as error:
         print(f"kvstore: {error}", file=sys.stderr)
         return USER_ERROR_EXIT_CODE
     return 0
 
 
-def announce_ready(ready_fd: int | None) -> None:
-    """Write one line to ``ready_fd`` and close it; do nothing if it is None.
-
-    Raises:
-        UserError: Its other end is closed.
-    """
+def _announce_ready(ready_fd: int | None) -> None:
     if ready_fd is None:
         return
     try:

@@ -8,29 +8,30 @@ import selectors
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
+from urllib.parse import urlsplit
 
-from banaserve.base.errors import ProtocolError
+from banaserve.base.errors import ProtocolError, UserError
 from banaserve.base.fail_points import FailPoint, reach
 from banaserve.base.net.addresses import host_and_port
 from banaserve.base.platform.linux import is_own, open_peer_pidfd, peer_of
 from banaserve.kvstore import wire
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
-from banaserve.kvstore.daemon.connections.listener import Connection, StoreListener, make_way
-from banaserve.kvstore.daemon.connections.peer_server import PeerServer
-from banaserve.kvstore.daemon.connections.quarantine import Quarantine
+from banaserve.kvstore.daemon.connections.listener import (
+    Connection,
+    Quarantine,
+    StoreListener,
+    make_way,
+)
+from banaserve.kvstore.daemon.connections.peer_server import PeerServer, PoolAccess
 from banaserve.kvstore.daemon.options import DaemonOptions
-from banaserve.kvstore.daemon.pool_access import PoolAccess
 from banaserve.kvstore.daemon.pushes.pushing import Pushing
 from banaserve.kvstore.daemon.service import StoreService
 from banaserve.kvstore.daemon.tiering.attached_tier import AttachedTier, attach
 from banaserve.kvstore.daemon.tiering.tiering import NOTE_EVERY_S, Tiering
-from banaserve.kvstore.daemon.watcher import PoolWatcher
-from banaserve.kvstore.mailbox import Mailbox
-from banaserve.kvstore.peers.options import PeerOptions
-from banaserve.kvstore.peers.push import Push, PushLink
 from banaserve.kvstore.peers.tier import PeersTier
 from banaserve.kvstore.pool import Board, SlotPool
-from banaserve.kvstore.sizes import format_size
+from banaserve.kvstore.sizes import format_size, parse_size
+from banaserve.kvstore.tiers.registry import SSD, distributed_tier
 
 log = logging.getLogger(__name__)
 
@@ -56,44 +57,28 @@ class StoreServer:
         self._pool = SlotPool(options.pool_bytes)
         self._board = Board(self._pool.num_bytes)
         self._selector = selectors.DefaultSelector()
-        peers = PeersTier(options.peers.secret) if options.peers.is_used else None
-        if peers is not None:
-            peers.set_addresses(_addresses(options.peers.peers))
-        carved = CarvedPool(self._pool)
-        self._tiering = Tiering(_attached_tiers(options, peers), carved, self._selector)
-        watcher = PoolWatcher(
-            carved,
+        carved = CarvedPool(
+            self._pool,
             self._board,
-            self._tiering,
+            tenant_quota=options.tenant_quota,
             poisons=options.poison_free_slots,
             verifies=options.verify_memory,
         )
-        pushing = self._pushing = _pushing(options.peers, carved, self._selector)
-
-        def set_peers(addresses: Sequence[str]) -> None:
-            assert peers is not None
-            assert pushing is not None
-            found = _addresses(addresses)
-            peers.set_addresses(found)
-            pushing.set_peers(found)
-
-        self._service = StoreService(
-            carved,
-            self._tiering,
-            watcher,
-            options.tenant_quota,
-            pushing,
-            set_peers if peers is not None else None,
-        )
+        self._peers = PeersTier(options.peers.secret) if options.peers.is_used else None
+        self._tiering = Tiering(_attached_tiers(options, self._peers), carved, self._selector)
+        self._pushing = Pushing(options.peers.secret, self._selector, carved)
+        if self._peers is not None:
+            self._set_peers(options.peers.peers)
+        self._service = StoreService(carved, self._tiering, self._pushing, self._set_peers)
         self._quarantine = Quarantine(self._selector, self._service.drop)
         # Listen only now: filling the memory and reading the tiers' indexes take long, and a client
         # that connects is to be answered at once.
-        self._access: PoolAccess | None = None
         self._peer_server: PeerServer | None = None
         try:
             if options.peers.listen:
-                self._access = PoolAccess(self._service, self._selector)
-                self._peer_server = _open_peer_server(options.peers, self._access)
+                host, port = host_and_port("--kv-store-listen", options.peers.listen)
+                access = PoolAccess(self._service, self._selector)
+                self._peer_server = PeerServer(host, port, options.peers.secret, access)
             self._listener = StoreListener(options.socket_path)
         except BaseException:
             self._close_peers()
@@ -105,7 +90,7 @@ class StoreServer:
         self._spare_fd = _open_spare()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_writer.setblocking(False)
-        self._selector.register(self._wake_reader, READ, self._on_wake)
+        self._selector.register(self._wake_reader, READ, lambda _: self._wake_reader.recv(4096))
         self._selector.register(self._listener.sock, READ, self._on_accept)
         # A pidfd rather than PR_SET_PDEATHSIG, which fires when the parent's thread ends.
         self._parent_pidfd = os.pidfd_open(os.getppid()) if options.die_with_parent else None
@@ -126,8 +111,7 @@ class StoreServer:
             for key, events in self._selector.select(timeout_s):
                 key.data(events)
             self._tiering.pump()
-            if self._pushing is not None:
-                self._pushing.look()
+            self._pushing.look()
 
     def stop(self) -> None:
         """Make ``run`` return soon. Safe from any thread and from signal handlers."""
@@ -162,13 +146,17 @@ class StoreServer:
     def _close_peers(self) -> None:
         if self._peer_server is not None:
             self._peer_server.close()
-        if self._pushing is not None:
-            self._pushing.close()
-        if self._access is not None:
-            self._access.close()
+        self._pushing.close()
 
-    def _on_wake(self, _events: int) -> None:
-        self._wake_reader.recv(4096)
+    def _set_peers(self, peers: Sequence[str]) -> None:
+        """Fetch blocks from these stores and push to them from now on, and no others."""
+        if self._peers is None:
+            raise UserError(
+                "this store shares blocks with no other: it was started without a key of peers"
+            )
+        addresses = [host_and_port("--kv-store-peer", peer) for peer in peers]
+        self._peers.set_addresses(addresses)
+        self._pushing.set_peers(addresses)
 
     def _on_parent_death(self, _events: int) -> None:
         log.info("stopping: the process that started the store is gone")
@@ -281,33 +269,17 @@ def _open_spare() -> int:
         return -1
 
 
-def _addresses(peers: Sequence[str]) -> list[tuple[str, int]]:
-    return [host_and_port("--kv-store-peer", peer) for peer in peers]
-
-
 def _attached_tiers(options: DaemonOptions, peers: PeersTier | None) -> list[AttachedTier]:
     """Return the tiers, fastest first: local disk, memory of other machines, shared storage."""
-    specs = options.tiers()
-    found = [attach(spec) for spec in specs]
+    found = []
+    if (folder := options.ssd) is not None:
+        # Imported only here: most stores have no such tier.
+        from banaserve.kvstore.tiers.ssd.tier import SsdTier
+
+        num_bytes = parse_size(options.ssd_size)
+        found.append(attach(SSD, lambda: SsdTier(folder, num_bytes)))
     if peers is not None:
-        num_local = sum(spec.name == "ssd" for spec in specs)
-        found.insert(num_local, AttachedTier(peers.name, peers, takes_blocks=False))
+        found.append(AttachedTier(peers.name, peers, takes_blocks=False))
+    if url := options.distributed:
+        found.append(attach(urlsplit(url).scheme, lambda: distributed_tier(url).from_url(url)))
     return found
-
-
-def _open_peer_server(options: PeerOptions, access: PoolAccess) -> PeerServer:
-    host, port = host_and_port("--kv-store-listen", options.listen)
-    return PeerServer(host, port, options.secret, access)
-
-
-def _pushing(
-    options: PeerOptions, carved: CarvedPool, selector: selectors.BaseSelector
-) -> Pushing | None:
-    if not options.is_used:
-        return None
-    over: Mailbox[Push] = Mailbox()
-    pushing = Pushing(
-        lambda address: PushLink(address, options.secret, over), over, selector, carved
-    )
-    pushing.set_peers(_addresses(options.peers))
-    return pushing

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from banaserve.kvstore.daemon.pushes.pushing import Pushing
 from banaserve.kvstore.daemon.pushes.receiving import Receiving
 from banaserve.kvstore.daemon.tiering.promoter import PromotionRequest, PromotionResult
 from banaserve.kvstore.daemon.tiering.tiering import Tiering
-from banaserve.kvstore.daemon.watcher import PoolWatcher
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.index.index import BlockIndex
 from banaserve.kvstore.index.records import HOLD_S, IndexEntry
@@ -29,18 +27,6 @@ log = logging.getLogger(__name__)
 
 SETTLE_S = 5.0
 """Maximum wait for copies under way before the pool is cut into other slots, in seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class LentBlock:
-    """Block that is being sent to another machine's store; pinned in its slot meanwhile.
-
-    Attributes:
-        memory: Bytes of the block, ``[num_bytes]``.
-    """
-
-    entry: IndexEntry
-    memory: BlockBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +50,18 @@ class StoreService:
     Args:
         carved: Pool of the blocks, which this service cuts.
         tiering: Tiers below the pool.
-        watcher: Watcher that applies slot changes to board, memory and tiers.
-        tenant_quota: Largest share of the slots that one tenant may use; 1 sets no limit.
-        pushing: Pushes to other machines' stores; None if there are no peers.
+        pushing: Pushes to other machines' stores.
         set_peers: Function that sets the addresses of the stores from which blocks are fetched;
-            raises UserError if an address is invalid. None if the store has no peers.
+            raises UserError if an address is invalid, or the store shares no blocks.
         clock: Monotonic clock, in seconds.
-
-    Attributes:
-        receiving: Reception of the blocks that other machines' stores push.
     """
 
     def __init__(
         self,
         carved: CarvedPool,
         tiering: Tiering,
-        watcher: PoolWatcher,
-        tenant_quota: float = 1.0,
-        pushing: Pushing | None = None,
-        set_peers: Callable[[Sequence[str]], None] | None = None,
+        pushing: Pushing,
+        set_peers: Callable[[Sequence[str]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
@@ -92,12 +71,9 @@ class StoreService:
         self.num_protocol_errors = 0
         self._carved = carved
         self._tiering = tiering
-        self._watcher = watcher
-        self._tenant_quota = tenant_quota
         self._set_peers = set_peers
         self._sessions: dict[int, Session] = {}
         self._quarantined_ids: set[int] = set()
-        self._generation = 0
         self._num_refused = 0
         self._num_layout_mismatches = 0
         self._num_loans = 0
@@ -137,7 +113,9 @@ class StoreService:
             num_writers = hello.num_writers or hello.fingerprint.num_parts
         session = Session(session_id, hello.client_name, hello.fingerprint, namespace, num_writers)
         self._sessions[session_id] = session
-        return wire.Welcome(hello.seq, self._generation, self.pool_bytes, self._carved.slot_bytes)
+        return wire.Welcome(
+            hello.seq, self._carved.generation, self.pool_bytes, self._carved.slot_bytes
+        )
 
     def answer(self, session_id: int, request: wire.Request) -> wire.Reply | None:
         """Execute a request and return its reply; None if the request has no reply.
@@ -162,33 +140,29 @@ class StoreService:
             case wire.LookupKeys():
                 keys = [session.namespace + key for key in request.keys]
                 states = self.index.lookup(keys)
-                if self._tiering.has_tiers:
-                    self._tiering.promoter.lookup(keys, states)
+                self._tiering.promoter.lookup(keys, states)
                 return wire.LookupStates(request.seq, bytes(states))
             case wire.ExchangeSlots():
                 return self._exchange(session, request)
-            case wire.PushBlocks() if request.generation == self._generation:
+            case wire.PushBlocks() if request.generation == self._carved.generation:
                 self._push(session, session.fingerprint, request)
-            case wire.LayersWritten() if request.generation == self._generation:
-                if self._pushing is not None:
-                    self._pushing.written(request.serials, request.part, request.num_layers)
+            case wire.LayersWritten() if request.generation == self._carved.generation:
+                self._pushing.written(request.serials, request.part, request.num_layers)
             case wire.Commit():
                 return wire.Committed(request.seq, self._commit(request))
-            case wire.Abandon() if request.generation == self._generation:
+            case wire.Abandon() if request.generation == self._carved.generation:
                 for serial in request.serials:
                     self.index.abandon(serial, request.part)
-            case wire.ReleaseLeases() if request.generation == self._generation:
+            case wire.ReleaseLeases() if request.generation == self._carved.generation:
                 self.index.release(request.lease_id)
-            case wire.EndHold() if request.generation == self._generation:
+            case wire.EndHold() if request.generation == self._carved.generation:
                 self.index.end_hold(request.hold, request.reader)
-                if request.also and self._pushing is not None:
+                if request.also:
                     self._pushing.end_hold(request.also, request.hold, request.reader)
         return None
 
     def _peers_problem(self, peers: Sequence[str]) -> str:
         """Set the peers; return the reason in one line if that fails, else an empty text."""
-        if self._set_peers is None:
-            return "this store shares blocks with no other: it was started without a key of peers"
         try:
             self._set_peers(peers)
         except UserError as error:
@@ -197,8 +171,11 @@ class StoreService:
 
     # ---- stores of other machines, whose keys include the namespace
 
-    def lend(self, key: bytes, num_bytes: int) -> LentBlock | None:
-        """Pin a block until ``take_back``; None if there is no such block of ``num_bytes``."""
+    def lend(self, key: bytes, num_bytes: int) -> tuple[IndexEntry, BlockBytes] | None:
+        """Pin a block until ``take_back``, and return it with its memory, ``[num_bytes]``.
+
+        None if there is no such block of ``num_bytes``.
+        """
         entry = self.index.get(key)
         if num_bytes != self._carved.slot_bytes:
             return None
@@ -206,14 +183,14 @@ class StoreService:
             return None
         self.index.pin(entry)
         self._num_loans += 1
-        return LentBlock(entry, self._carved.bytes_of(entry))
+        return entry, self._carved.bytes_of(entry)
 
-    def take_back(self, block: LentBlock) -> None:
+    def take_back(self, entry: IndexEntry) -> None:
         """Unpin a lent block."""
         self._num_loans -= 1
         self._num_lent += 1
-        self._lent_bytes += block.memory.size
-        self.index.unpin(block.entry)
+        self._lent_bytes += self._carved.slot_bytes
+        self.index.unpin(entry)
 
     def leave(self, session_id: int) -> str | None:
         """Forget a connection that is gone. Its leases and reservations stay until ``drop``.
@@ -242,21 +219,21 @@ class StoreService:
         of_index = self.index.stats()
         quarantined = sum(self.index.num_writing_of(owner) for owner in self._quarantined_ids)
         return StoreStats(
-            generation=self._generation,
+            generation=self._carved.generation,
             capacity_bytes=self.pool_bytes,
             used_bytes=of_index.used_slots * self._carved.slot_bytes,
             slot_bytes=self._carved.slot_bytes,
             quarantined_slots=quarantined,
             joined=self._tiering.promoter.num_joined,
-            corrupt_blocks=self._watcher.num_corrupt,
+            corrupt_blocks=self._carved.num_corrupt,
             clients=len(self._peers()),
             refused_clients=self._num_refused,
             layout_mismatches=self._num_layout_mismatches,
             protocol_errors=self.num_protocol_errors,
             lent_blocks=self._num_lent,
             lent_bytes=self._lent_bytes,
-            pushed_blocks=self._pushing.num_blocks if self._pushing is not None else 0,
-            pushed_by_layer_blocks=self._pushing.num_by_layer if self._pushing is not None else 0,
+            pushed_blocks=self._pushing.num_blocks,
+            pushed_by_layer_blocks=self._pushing.num_by_layer,
             received_blocks=self.receiving.num_blocks,
             tiers=tuple(tier.report() for tier in self._tiering.tiers),
             **msgspec.structs.asdict(of_index),
@@ -305,24 +282,11 @@ class StoreService:
         """Cut the pool into slots of ``slot_bytes``; False if the pool is in use."""
         if slot_bytes == self._carved.slot_bytes:
             return True
-        is_copied = self._pushing is not None and self._pushing.is_busy
-        if self._num_loans or is_copied or self.receiving.is_busy:
+        if self._num_loans or self._pushing.is_busy or self.receiving.is_busy:
             return False
         if not self._tiering.settle(SETTLE_S):
             return False
-        num_slots = self.pool_bytes // slot_bytes
-        # 63 bits: a msgpack integer that every language reads; never 0, which means "no pool".
-        self._generation = secrets.randbelow(2**63 - 1) + 1
-        self._carved.slot_bytes = slot_bytes
-        self._carved.index = BlockIndex(
-            num_slots,
-            self._watcher,
-            self.index.counters,
-            self._tenant_quota,
-            self._watcher.is_intact if self._watcher.verifies else None,
-        )
-        self._watcher.clear()
-        log.info("%d slots of %s", num_slots, format_size(slot_bytes))
+        self._carved.carve(slot_bytes)
         return True
 
     def _exchange(self, session: Session, request: wire.ExchangeSlots) -> wire.SlotsGranted:
@@ -372,29 +336,23 @@ class StoreService:
     def _acquire(
         self, keys: list[bytes], session: Session, request: wire.ExchangeSlots
     ) -> PromotionResult:
-        grant = self.index.acquire(keys, session.id)
-        promoter = self._tiering.promoter
-        if not keys or not (self._tiering.has_tiers or promoter.expects_any):
-            return PromotionResult(grant)
-        first_parent = None
-        if grant is None:
+        parent = None
+        if keys and self._tiering.has_tiers:
             # The first key's parent is not among the keys, but may be among those to write.
             parent = dict(request.reserve).get(request.acquire[0])
-            first_parent = parent and session.namespace + parent
+        first_parent = parent and session.namespace + parent
         wanted = PromotionRequest(
             keys, first_parent, session.id, request.tenant, request.compute_block_s
         )
-        return promoter.promote(grant, wanted)
+        return self._tiering.promoter.promote(wanted)
 
     def _push(self, session: Session, fingerprint: Fingerprint, request: wire.PushBlocks) -> None:
-        if self._pushing is None:
-            return
         keys = [session.namespace + key for key in request.keys]
         if not self._pushing.begin(request, keys, fingerprint):
             log.warning("%s pushes to %s, which is no peer", session.client_name, request.to)
 
     def _commit(self, request: wire.Commit) -> bool:
-        if request.generation != self._generation:
+        if request.generation != self._carved.generation:
             return False
         accepted = [self.index.commit(serial, request.part) for serial in request.serials]
         return all(accepted)

@@ -50,15 +50,10 @@ class StoreTimeouts:
 
 
 class SupervisedStore:
-    """Supervisor of one daemon process.
+    """Supervisor of one daemon process, whose output is appended to the file ``log_path``.
 
-    Args:
-        socket_path: Path of the socket on which the daemon listens.
-        options: Options of the daemon.
-        log_path: File to which the daemon's output is appended.
-        on_restart: Callback before each restart of the daemon.
-        timeouts: Time limits for a daemon that does not answer.
-        now_s: Clock for the silence that ``timeouts`` limits, in seconds.
+    ``on_restart`` is called before each restart. ``now_s`` is the clock for the silence that
+    ``timeouts`` limits, in seconds.
     """
 
     def __init__(

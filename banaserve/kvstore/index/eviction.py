@@ -75,19 +75,6 @@ class Parents(Generic[EntryT]):
         return ancestor is not None
 
 
-class Chains(Parents[IndexEntry]):
-    """Chains of the index's entries, and which of these may be evicted."""
-
-    def is_evictable(self, entry: IndexEntry) -> bool:
-        """Return whether ``entry`` is READY, not in use, and not the parent of another block."""
-        return (
-            entry.ready
-            and not entry.num_leases
-            and not entry.num_pins
-            and entry.key not in self.num_children
-        )
-
-
 class EvictionQueue(Generic[EntryT]):
     """Entries in the order of their last use.
 
@@ -143,16 +130,18 @@ class EvictionQueue(Generic[EntryT]):
 class Tenants:
     """Slots in use by tenant. Only tenants that use a slot are remembered.
 
-    Args:
-        chains: Chains of the index.
-        num_slots: Number of slots in the pool.
-        quota_fraction: Largest share of the slots that one tenant may use; 1 sets no limit.
+    ``quota_fraction`` is the largest share of the slots that one tenant may use; 1 sets no limit.
     """
 
-    def __init__(self, chains: Chains, num_slots: int, quota_fraction: float = 1.0) -> None:
+    def __init__(
+        self,
+        is_evictable: Callable[[IndexEntry], bool],
+        num_slots: int,
+        quota_fraction: float = 1.0,
+    ) -> None:
         self.has_quota = quota_fraction < 1.0
         self.quota_slots = max(1, int(num_slots * quota_fraction)) if self.has_quota else num_slots
-        self._chains = chains
+        self._is_evictable = is_evictable
         self._num_slots: dict[bytes, int] = {}
         self._queues: dict[bytes, EvictionQueue[IndexEntry]] = {}
 
@@ -167,7 +156,7 @@ class Tenants:
         """Count one more slot of ``tenant``."""
         self._num_slots[tenant] = self._num_slots.get(tenant, 0) + 1
         if self.has_quota and tenant not in self._queues:
-            self._queues[tenant] = EvictionQueue(self._chains.is_evictable)
+            self._queues[tenant] = EvictionQueue(self._is_evictable)
 
     def remove(self, tenant: bytes) -> None:
         """Count one slot less of ``tenant``."""

@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from banaserve.kvstore.index.eviction import Chains, EvictionQueue, Tenants
+from banaserve.kvstore.index.eviction import EvictionQueue, Parents, Tenants
 from banaserve.kvstore.index.records import (
     Grant,
     Hold,
-    IndexCounters,
     IndexEntry,
-    IndexStats,
-    Owned,
     SlotWatcher,
 )
 from banaserve.kvstore.leases import Lookup
+from banaserve.kvstore.stats import IndexCounters, IndexStats
+
+_NO_WATCHER = SlotWatcher()
 
 
 class BlockIndex:
@@ -27,7 +27,7 @@ class BlockIndex:
     leases for reading and reservations for writing. Blocks form chains: a block may be evicted only
     when it is READY, no lease or copy uses it and no block in the index names it as its parent.
     Among evictable blocks the one that was acquired or committed longest ago is evicted first.
-    Every operation costs O(log n) for each key.
+    Every operation costs O(log n) for each key; the end of an owner, O(n).
 
     Args:
         num_slots: Number of slots in the pool.
@@ -45,7 +45,7 @@ class BlockIndex:
     def __init__(
         self,
         num_slots: int,
-        watcher: SlotWatcher | None = None,
+        watcher: SlotWatcher = _NO_WATCHER,
         counters: IndexCounters | None = None,
         tenant_quota: float = 1.0,
         is_intact: Callable[[IndexEntry], bool] | None = None,
@@ -59,9 +59,9 @@ class BlockIndex:
         self._entries: dict[bytes, IndexEntry] = {}
         # Entries removed from ``_entries`` whose slot a lease or a copy still uses, by serial.
         self._dropped: dict[int, IndexEntry] = {}
-        self._chains = Chains(self._entries)
-        self._queue = EvictionQueue(self._chains.is_evictable)
-        self._tenants = Tenants(self._chains, num_slots, tenant_quota)
+        self._chains = Parents(self._entries)
+        self._queue = EvictionQueue(self._is_evictable)
+        self._tenants = Tenants(self._is_evictable, num_slots, tenant_quota)
         self._tick = 0
         self._last_serial = 0
         self.num_leased = 0
@@ -69,13 +69,12 @@ class BlockIndex:
         self._writing: dict[int, IndexEntry] = {}
         self._leases: dict[int, Grant] = {}
         self._holds: dict[int, Hold] = {}
-        self._owned: dict[int, Owned] = {}
         self._last_lease_id = 0
 
     @property
     def has_owners(self) -> bool:
         """Return whether any owner holds a lease or a reservation."""
-        return bool(self._owned)
+        return bool(self._leases or self._writing)
 
     def stats(self) -> IndexStats:
         """Return the current counters and gauges."""
@@ -98,11 +97,11 @@ class BlockIndex:
 
     def num_writing_of(self, owner: int) -> int:
         """Return the number of slots that ``owner`` has reserved and is still writing."""
-        return len(self._owned[owner].serials) if owner in self._owned else 0
+        return sum(entry.owner == owner for entry in self._writing.values())
 
     def owns_any(self, owner: int) -> bool:
         """Return whether ``owner`` holds a lease or a reservation."""
-        return owner in self._owned
+        return self.num_writing_of(owner) > 0 or bool(self._leases_of(owner))
 
     def get(self, key: bytes) -> IndexEntry | None:
         """Return the entry of ``key`` in any state; None if there is none."""
@@ -146,7 +145,6 @@ class BlockIndex:
         self._last_lease_id += 1
         grant = Grant(self._last_lease_id, owner, [])
         self._leases[grant.lease_id] = grant
-        self._owned.setdefault(owner, Owned()).lease_ids.add(grant.lease_id)
         self._tick += 1
         self.extend(grant, entries)
         return grant
@@ -170,8 +168,6 @@ class BlockIndex:
             return False
         for entry in grant.entries:
             self._uncover(entry)
-        self._owned[grant.owner].lease_ids.discard(lease_id)
-        self._forget_owner_if_idle(grant.owner)
         return True
 
     # ---- holds
@@ -181,11 +177,8 @@ class BlockIndex:
     ) -> None:
         """Keep the blocks of ``keys`` that are in the index, in any state, until ``end_hold``.
 
-        Args:
-            hold_id: Number that the front door has chosen; an existing hold of that number is
-                extended.
-            until_s: Time at which ``expire_holds`` ends the hold.
-            num_readers: Number of decode legs that are to read the blocks.
+        A hold of the same number is extended. ``expire_holds`` ends it at ``until_s``;
+        ``num_readers`` decode legs are to read the blocks.
         """
         hold = self._holds.setdefault(hold_id, Hold({}, until_s, num_readers))
         hold.until_s = until_s
@@ -199,9 +192,8 @@ class BlockIndex:
     def end_hold(self, hold_id: int, reader: int | None = None) -> bool:
         """End a hold once all of its readers have ended it; return False if there is no such hold.
 
-        Args:
-            reader: Number of the decode leg that no longer needs the blocks, from 0 on; None for
-                all legs.
+        ``reader`` is the number of the decode leg that no longer needs the blocks, from 0 on; None
+        ends the hold for all legs.
         """
         hold = self._holds.get(hold_id)
         if hold is None:
@@ -242,7 +234,6 @@ class BlockIndex:
             return None
         entry.owner, entry.num_parts = owner, num_parts
         self._writing[entry.serial] = entry
-        self._owned.setdefault(owner, Owned()).serials.add(entry.serial)
         return entry.slot, entry.serial
 
     def commit(self, serial: int, part: int) -> bool:
@@ -267,19 +258,16 @@ class BlockIndex:
         entry = self._writing.get(serial)
         if entry is None:
             return False
-        self._end_writing(entry)
+        del self._writing[serial]
         self._remove_unwritten(entry)
         return True
 
     def drop_owner(self, owner: int) -> None:
         """Release all leases and free all reservations of ``owner``."""
-        owned = self._owned.get(owner)
-        if owned is None:
-            return
-        for lease_id in tuple(owned.lease_ids):
+        for lease_id in self._leases_of(owner):
             self.release(lease_id)
-        for serial in tuple(owned.serials):
-            self.abandon(serial)
+        for entry in [one for one in self._writing.values() if one.owner == owner]:
+            self.abandon(entry.serial)
 
     # ---- copies between slots and tiers
 
@@ -296,8 +284,7 @@ class BlockIndex:
         entry.num_pins = 1
         entry.last_used = self._tick
         self.num_promoting += 1
-        if self._watcher is not None:
-            self._watcher.became_pending(entry)
+        self._watcher.became_pending(entry)
         return entry
 
     def end_promotion(self, entry: IndexEntry, *, filled: bool) -> None:
@@ -326,8 +313,7 @@ class BlockIndex:
 
         The slot is freed once the last lease and the last copy have ended.
         """
-        if self._watcher is not None:
-            self._watcher.failed(entry)
+        self._watcher.failed(entry)
         if entry.promoting:
             self._stop_promoting(entry)
         entry.ready = False
@@ -348,7 +334,6 @@ class BlockIndex:
         """Assert the invariants that hold between two operations."""
         self._check_entries()
         self._check_leases()
-        self._check_owners()
         in_use = [*self._entries.values(), *self._dropped.values()]
         self._queue.check(self._entries, self._entries.values())
         self._tenants.check(self._entries, in_use)
@@ -387,16 +372,10 @@ class BlockIndex:
         in_use = [*self._entries.values(), *self._dropped.values()]
         assert len(leased) == sum(entry.num_leases for entry in in_use)
 
-    def _check_owners(self) -> None:
-        owned_by = self._owned
-        assert all(owned.lease_ids or owned.serials for owned in owned_by.values())
-        for owner, owned in owned_by.items():
-            assert all(self._leases[lease_id].owner == owner for lease_id in owned.lease_ids)
-            assert all(self._writing[serial].owner == owner for serial in owned.serials)
-        assert len(self._leases) == sum(len(owned.lease_ids) for owned in owned_by.values())
-        assert len(self._writing) == sum(len(owned.serials) for owned in owned_by.values())
-
     # ---- single steps
+
+    def _leases_of(self, owner: int) -> list[int]:
+        return [lease_id for lease_id, grant in self._leases.items() if grant.owner == owner]
 
     def _add(self, key: bytes, parent: bytes | None, tenant: bytes) -> IndexEntry | None:
         if key in self._entries:
@@ -452,8 +431,7 @@ class BlockIndex:
         self._tick += 1
         entry.ready = True
         entry.last_used = self._tick
-        if self._watcher is not None:
-            self._watcher.became_ready(entry)
+        self._watcher.became_ready(entry)
 
     def _settle(self, entry: IndexEntry) -> None:
         """Free or offer ``entry`` for eviction if its last use has ended."""
@@ -489,11 +467,14 @@ class BlockIndex:
     def _free_slot(self, entry: IndexEntry) -> None:
         self._free.append(entry.slot)
         self._tenants.remove(entry.tenant)
-        if self._watcher is not None:
-            self._watcher.became_free(entry)
+        self._watcher.became_free(entry)
+
+    def _is_evictable(self, entry: IndexEntry) -> bool:
+        is_used = entry.num_leases or entry.num_pins or entry.key in self._chains.num_children
+        return entry.ready and not is_used
 
     def _offer(self, entry: IndexEntry) -> None:
-        if self._chains.is_evictable(entry):
+        if self._is_evictable(entry):
             self._queue.offer(entry)
             self._tenants.offer(entry)
 
@@ -509,7 +490,7 @@ class BlockIndex:
         entry.ended_parts |= 1 << part
         entry.failed |= failed
         if entry.ended_parts == (1 << entry.num_parts) - 1:
-            self._end_writing(entry)
+            del self._writing[serial]
             if entry.failed:
                 self._remove_unwritten(entry)
             else:
@@ -517,13 +498,3 @@ class BlockIndex:
                 self._publish(entry)
                 self._settle(entry)
         return True
-
-    def _end_writing(self, entry: IndexEntry) -> None:
-        del self._writing[entry.serial]
-        self._owned[entry.owner].serials.discard(entry.serial)
-        self._forget_owner_if_idle(entry.owner)
-
-    def _forget_owner_if_idle(self, owner: int) -> None:
-        owned = self._owned[owner]
-        if not owned.lease_ids and not owned.serials:
-            del self._owned[owner]

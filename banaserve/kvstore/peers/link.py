@@ -14,22 +14,9 @@ from typing import NamedTuple
 
 from banaserve.base.errors import ProtocolError
 from banaserve.base.platform.linux import since_received_s
-from banaserve.kvstore.mailbox import Mailbox
-from banaserve.kvstore.peers.messages import (
-    VERSION,
-    AskBlocks,
-    BlockMissing,
-    BlockSent,
-    BlockStates,
-    FetchBlock,
-    PeerHello,
-    PeerReply,
-    PeerRequest,
-    PeerWelcome,
-    message_of,
-    reply_in,
-)
+from banaserve.kvstore.peers import messages
 from banaserve.kvstore.tiers.interface import BlockBytes, TierOutcome
+from banaserve.kvstore.tiers.mailbox import Mailbox
 from banaserve.transport.channels.channel import StreamChannel
 from banaserve.transport.channels.connect import over_tcp
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError, TransportError
@@ -49,12 +36,7 @@ NUM_STREAMS = 3
 
 @dataclass(eq=False, slots=True)
 class PeerLoad:
-    """Load of a block from a peer.
-
-    Attributes:
-        memory: Memory into which the block is received; valid only once ``outcome`` is DONE.
-        outcome: Outcome of the load; None until it has ended.
-    """
+    """Load of a block from a peer into ``memory``, whose bytes are valid only once it is DONE."""
 
     ticket: int
     key: bytes
@@ -84,22 +66,12 @@ PeerEvent = PeerLoad | AskedPeer | LinkChange
 class PeerLink:
     """Link to another store: one connection for questions about blocks, others for blocks.
 
-    Args:
-        host: Host of the peer's server.
-        port: Port of the peer's server.
-        key: Key that both sides know.
-        events: Mailbox for the link's events.
-
-    Attributes:
-        queued_bytes: Bytes of loads that have not ended; the link's owner counts them.
-        problem: Reason why the peer is not asked, empty if it is; the link's owner sets it from
-            ``LinkChange`` events.
-        address: Host and port of the peer's server.
+    Both sides know ``key``. The owner of the link sets ``problem``, the reason why the peer is not
+    asked, from ``LinkChange`` events.
     """
 
     def __init__(self, host: str, port: int, key: bytes, events: Mailbox[PeerEvent]) -> None:
         self.name = f"{host}:{port}"
-        self.queued_bytes = 0
         self.problem = f"{self.name}: not reached yet"
         self.address = (host, port)
         self._key = key
@@ -255,8 +227,8 @@ def connect_to_peer(address: tuple[str, int], key: bytes) -> tuple[StreamChannel
         raise PeerGoneError(f"{error.strerror or error}") from None
     channel = over_tcp(sock, key, deadline, listening=False)
     try:
-        answer, _ = exchange(channel, PeerHello(VERSION), ANSWER_S)
-        if not isinstance(answer, PeerWelcome) or answer.version != VERSION:
+        answer, _ = exchange(channel, messages.PeerHello(messages.VERSION), ANSWER_S)
+        if not isinstance(answer, messages.PeerWelcome) or answer.version != messages.VERSION:
             raise ProtocolError("it speaks another version: install the same banaserve")
     except BaseException:
         channel.close()
@@ -266,26 +238,23 @@ def connect_to_peer(address: tuple[str, int], key: bytes) -> tuple[StreamChannel
 
 def exchange(
     channel: StreamChannel,
-    request: PeerRequest,
+    request: messages.PeerRequest,
     timeout_s: float,
     into: Sequence[BlockBytes] = (),
-) -> tuple[PeerReply, Message]:
-    """Send a request and return its answer.
-
-    Args:
-        into: Memory for the tensors of the answer, see ``StreamChannel.call``.
+) -> tuple[messages.PeerReply, Message]:
+    """Send a request and return its answer, whose tensors are received into the memory ``into``.
 
     Raises:
         TransportError: There is no answer.
         ProtocolError: The answer is invalid.
     """
-    message = channel.call(message_of(request), timeout_s, into)
-    return reply_in(message), message
+    message = channel.call(messages.message_of(request), timeout_s, into)
+    return messages.reply_in(message), message
 
 
 def _states(channel: StreamChannel, keys: list[bytes]) -> bytes:
-    answer, _ = exchange(channel, AskBlocks(keys), ANSWER_S)
-    if not isinstance(answer, BlockStates) or len(answer.states) != len(keys):
+    answer, _ = exchange(channel, messages.AskBlocks(keys), ANSWER_S)
+    if not isinstance(answer, messages.BlockStates) or len(answer.states) != len(keys):
         raise ProtocolError("it has answered something else")
     return answer.states
 
@@ -299,11 +268,13 @@ def _silent_s(sock: socket.socket) -> float:
 
 def _fetch(channel: StreamChannel, load: PeerLoad) -> TierOutcome:
     memory = load.memory
-    answer, message = exchange(channel, FetchBlock(load.key, memory.size), LOAD_S, [memory])
+    answer, message = exchange(
+        channel, messages.FetchBlock(load.key, memory.size), LOAD_S, [memory]
+    )
     match answer:
-        case BlockMissing():
+        case messages.BlockMissing():
             return TierOutcome.MISSING
-        case BlockSent() if len(message.tensors) == 1:
+        case messages.BlockSent() if len(message.tensors) == 1:
             (tensor,) = message.tensors
             if tensor.data.size != memory.size:
                 raise ProtocolError("it has sent a block of another size")

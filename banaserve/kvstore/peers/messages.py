@@ -62,10 +62,7 @@ class OfferPush(_Said, frozen=True, tag="offer"):
         keys: Keys in the order of their chain; each is the parent of the next.
         first_parent: Parent of the first key; None if that key begins the chain.
         num_bytes: Size of each block.
-        tenant: Tenant to which the slots are charged.
-        hold: Number of a hold under which all of the blocks are kept, or none is taken; 0 holds
-            none.
-        num_readers: Number of decode legs that end the hold.
+        hold: Number of a hold, see ``StoreClient.push``.
     """
 
     push_id: Number
@@ -148,18 +145,10 @@ def message_of(said: PeerRequest | PeerReply, *blocks: BlockBytes) -> Message:
 
 
 def request_in(body: bytes) -> PeerRequest:
-    """Decode a peer's request.
-
-    Raises:
-        ProtocolError: The body is not a request.
-    """
+    """Decode a peer's request; raise ProtocolError if the body is none."""
     return decode(_requests, body)
 
 
 def reply_in(message: Message) -> PeerReply:
-    """Decode a peer's answer.
-
-    Raises:
-        ProtocolError: The body is not an answer.
-    """
+    """Decode a peer's answer; raise ProtocolError if the body is none."""
     return decode(_replies, message.body)

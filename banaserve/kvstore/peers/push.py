@@ -13,19 +13,10 @@ from dataclasses import dataclass, field, replace
 from banaserve.base.errors import ProtocolError
 from banaserve.base.fail_points import FailPoint, InjectedError, reach
 from banaserve.base.net.addresses import written
-from banaserve.kvstore.mailbox import Mailbox
+from banaserve.kvstore.peers import messages
 from banaserve.kvstore.peers.link import ANSWER_S, HEARTBEAT_S, RETRY_S, connect_to_peer, exchange
-from banaserve.kvstore.peers.messages import (
-    EndPush,
-    HoldRead,
-    OfferPush,
-    PeerAlive,
-    PeerRequest,
-    PushRange,
-    PushWanted,
-    message_of,
-)
 from banaserve.kvstore.tiers.interface import BlockBytes
+from banaserve.kvstore.tiers.mailbox import Mailbox
 from banaserve.transport.channels.channel import StreamChannel
 from banaserve.transport.channels.frames import MAX_TENSORS
 from banaserve.transport.errors import PeerGoneError, TransportError
@@ -49,7 +40,7 @@ class Push:
         wanted: Positions of the blocks that the peer wants; used only by the link's thread.
     """
 
-    offer: OfferPush
+    offer: messages.OfferPush
     memory: Sequence[BlockBytes]
     wanted: set[int] = field(default_factory=set)
 
@@ -75,19 +66,15 @@ class _End:
     is_last: bool
 
 
-_Item = Push | _Range | _End | HoldRead | PeerAlive
-_ALIVE = PeerAlive()
+_Item = Push | _Range | _End | messages.HoldRead | messages.PeerAlive
+_ALIVE = messages.PeerAlive()
 
 
 class PushLink:
     """Link that pushes blocks to one store, in the order in which they are reported to be ready.
 
-    If the peer cannot be reached, or is lost, only the pushes under way fail.
-
-    Args:
-        address: Host and port of the peer's server.
-        key: Key that both sides know.
-        over: Mailbox for each push that is over: its memory is no longer read.
+    If the peer cannot be reached, or is lost, only the pushes under way fail. Each push that is
+    over, so that its memory is no longer read, is put into ``over``.
     """
 
     def __init__(self, address: tuple[str, int], key: bytes, over: Mailbox[Push]) -> None:
@@ -120,7 +107,7 @@ class PushLink:
 
     def end_hold(self, hold: int, reader: int | None) -> None:
         """Report that a decode leg has read its hold; if the peer misses this, the hold expires."""
-        self._items.put(HoldRead(hold, reader))
+        self._items.put(messages.HoldRead(hold, reader))
 
     def close(self) -> None:
         """Abort all pushes; return when the thread no longer touches memory."""
@@ -174,9 +161,9 @@ class PushLink:
             case Push():
                 self._active.add(item)
                 self._offer(item)
-            case PeerAlive():
+            case messages.PeerAlive():
                 self._keep_alive()
-            case HoldRead():
+            case messages.HoldRead():
                 self._tell_read(item)
             case _Range(push) | _End(push) if push not in self._active:
                 return  # its connection was lost
@@ -193,12 +180,12 @@ class PushLink:
             self._forget(push)
             return
         answer, _ = exchange(self._connected(), push.offer, ANSWER_S)
-        if not isinstance(answer, PushWanted):
+        if not isinstance(answer, messages.PushWanted):
             raise ProtocolError("it has answered something else")
         push.wanted = set(answer.numbers)
         self._idle_s = 0.0
 
-    def _tell_read(self, read: HoldRead) -> None:
+    def _tell_read(self, read: messages.HoldRead) -> None:
         if self._channel is None and time.monotonic() < self._retry_at_s:
             return
         self._connected()
@@ -219,23 +206,23 @@ class PushLink:
         if self._idle_s >= IDLE_S:
             self._drop_channel()
         elif self._active:
-            self._send(PeerAlive())
+            self._send(messages.PeerAlive())
 
     def _send_range(self, push: Push, numbers: Sequence[int], first: int, end: int) -> None:
         for some, first_byte, end_byte in _frames(numbers, first, end):
             reach(FailPoint.PEER_PUSH)
             parts = [push.memory[number][first_byte:end_byte] for number in some]
-            self._send(PushRange(push.offer.push_id, some, first_byte), *parts)
+            self._send(messages.PushRange(push.offer.push_id, some, first_byte), *parts)
 
     def _send_end(self, push: Push, done: Sequence[int], failed: Sequence[int]) -> None:
         of_peer = [[number for number in one if number in push.wanted] for one in (done, failed)]
         if any(of_peer):
-            self._send(EndPush(push.offer.push_id, *of_peer))
+            self._send(messages.EndPush(push.offer.push_id, *of_peer))
 
-    def _send(self, said: PeerRequest, *blocks: BlockBytes) -> None:
+    def _send(self, said: messages.PeerRequest, *blocks: BlockBytes) -> None:
         if self._channel is None:
             raise PeerGoneError("the connection is lost")
-        self._channel.send(message_of(said, *blocks), SEND_S)
+        self._channel.send(messages.message_of(said, *blocks), SEND_S)
 
     def _forget(self, push: Push) -> None:
         self._active.discard(push)

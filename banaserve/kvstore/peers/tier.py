@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from banaserve.kvstore.leases import Lookup
-from banaserve.kvstore.mailbox import Mailbox
 from banaserve.kvstore.peers.link import (
     NUM_STREAMS,
     AskedPeer,
@@ -20,16 +20,16 @@ from banaserve.kvstore.peers.link import (
     PeerLoad,
 )
 from banaserve.kvstore.peers.messages import MAX_BLOCK_BYTES, MAX_KEYS
+from banaserve.kvstore.stats import PEERS, TierStats
 from banaserve.kvstore.tiers.counters import TierCounters
 from banaserve.kvstore.tiers.interface import (
     BlockBytes,
     BlockName,
     Completion,
     TierOutcome,
-    TierStats,
 )
+from banaserve.kvstore.tiers.mailbox import Mailbox
 
-NAME = "peers"
 HIT_VALID_S = 2.0
 MISS_VALID_S = 0.2
 """Time in seconds for which a miss is believed. It is short, so that a block that another machine
@@ -47,12 +47,7 @@ class _Answer(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Question:
-    """Answers about a key while peers are being asked.
-
-    Attributes:
-        open: Peers that have not answered yet.
-        holders: Peers that have the block.
-    """
+    """Answers about a key: peers that have not answered yet, and those that have the block."""
 
     open: set[PeerLink]
     holders: list[PeerLink] = field(default_factory=list)
@@ -61,16 +56,12 @@ class _Question:
 class PeersTier:
     """Tier that reads blocks in the memory of other stores, and writes none.
 
-    It begins without peers. Each is asked about every key that is looked up and not known, and
-    answers are valid for a short time. A peer that does not answer counts as having no blocks: they
-    are computed again.
-
-    Args:
-        key: Key that all stores know.
-        clock: Monotonic clock, in seconds.
+    It begins without peers, which all know ``key``. Each is asked about every key that is looked up
+    and not known, and answers are valid for a short time. A peer that does not answer counts as
+    having no blocks: they are computed again.
     """
 
-    name = NAME
+    name = PEERS
 
     def __init__(
         self,
@@ -155,18 +146,18 @@ class PeersTier:
         return None
 
     def submit_load(self, key: bytes, target: BlockBytes) -> int | None:
-        """Begin to read a block from the peer with the fewest queued bytes; None if impossible."""
+        """Begin to read a block from the peer with the fewest loads; None if impossible."""
         self._take_events()
         holders = [one for one in self._holders(key) if not one.problem]
         if not holders or target.size > MAX_BLOCK_BYTES:
             self._counters.missing += 1
             return None
-        link = min(holders, key=lambda one: one.queued_bytes)
-        if sum(load.link is link for load in self._loads.values()) >= _MAX_LOADS:
+        num_loads = Counter(load.link for load in self._loads.values())
+        link = min(holders, key=lambda one: num_loads[one])
+        if num_loads[link] >= _MAX_LOADS:
             return None
         load = PeerLoad(next(self._tickets), key, target, link)
         self._loads[load.ticket] = load
-        link.queued_bytes += target.size
         self._counters.load_speed.begin(time.monotonic())
         link.load(load)
         return load.ticket
@@ -202,9 +193,6 @@ class PeersTier:
         """Assert the invariants that hold between two calls."""
         assert len(self._answers) <= _MAX_ANSWERS
         assert len(self._questions) <= _MAX_ASKED
-        for link in self._links:
-            queued = [load.memory.size for load in self._loads.values() if load.link is link]
-            assert link.queued_bytes == sum(queued)
 
     def close(self) -> None:
         """Abort all loads; return when no thread touches memory any more."""
@@ -264,16 +252,8 @@ class PeersTier:
     def _on_ended(self, load: PeerLoad) -> None:
         assert load.outcome is not None
         del self._loads[load.ticket]
-        load.link.queued_bytes -= load.memory.size
         self._completions.append(Completion(load.ticket, load.outcome))
-        counters, num_bytes = self._counters, load.memory.size
-        is_done = load.outcome is TierOutcome.DONE
-        counters.load_speed.end(time.monotonic(), num_bytes if is_done else 0)
-        if is_done:
-            counters.loads += 1
-            counters.loaded_bytes += num_bytes
-            return
-        counters.missing += load.outcome is TierOutcome.MISSING
-        counters.failures += load.outcome is TierOutcome.FAILED
-        others = tuple(one for one in self._holders(load.key) if one is not load.link)
-        self._learn(load.key, others)
+        self._counters.end_load(time.monotonic(), load.memory.size, load.outcome)
+        if load.outcome is not TierOutcome.DONE:
+            others = tuple(one for one in self._holders(load.key) if one is not load.link)
+            self._learn(load.key, others)

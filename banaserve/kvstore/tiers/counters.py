@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
-from banaserve.kvstore.tiers.interface import TierCounts, TierStats
+from banaserve.kvstore.stats import TierCounts, TierStats
+from banaserve.kvstore.tiers.interface import TierOutcome
 
 _WEIGHT_OF_THE_PAST = 0.95
 
@@ -43,29 +46,34 @@ class TierCounters(TierCounts, kw_only=True):
     load_speed: Throughput = msgspec.field(default_factory=Throughput)
     store_speed: Throughput = msgspec.field(default_factory=Throughput)
 
-    def stats(
-        self,
-        name: str,
-        *,
-        available: bool = True,
-        problem: str = "",
-        capacity_bytes: int,
-        used_bytes: int,
-        num_blocks: int,
-        in_flight: int,
-        keeps: str = "",
-    ) -> TierStats:
-        """Return the counters together with the given gauges."""
+    def end_load(self, now_s: float, num_bytes: int, outcome: TierOutcome) -> None:
+        """Count a load that has ended, of a block of ``num_bytes``."""
+        is_done = outcome is TierOutcome.DONE
+        self.loads += is_done
+        self.loaded_bytes += num_bytes * is_done
+        self.load_speed.end(now_s, num_bytes * is_done)
+        self._count_failure(outcome)
+
+    def end_store(self, now_s: float, num_bytes: int, outcome: TierOutcome) -> None:
+        """Count a store that has ended, of a block of ``num_bytes``."""
+        is_done = outcome is TierOutcome.DONE
+        self.stores += is_done
+        self.stored_bytes += num_bytes * is_done
+        self.store_speed.end(now_s, num_bytes * is_done)
+        self._count_failure(outcome)
+
+    def _count_failure(self, outcome: TierOutcome) -> None:
+        self.missing += outcome is TierOutcome.MISSING
+        self.corrupt += outcome is TierOutcome.CORRUPT
+        self.failures += outcome is TierOutcome.FAILED
+
+    def stats(self, name: str, **gauges: Any) -> TierStats:
+        """Return the counters together with ``gauges``, which are fields of ``TierStats``."""
+        counts = {name: getattr(self, name) for name in TierCounts.__struct_fields__}
         return TierStats(
             name=name,
-            available=available,
-            problem=problem,
-            capacity_bytes=capacity_bytes,
-            used_bytes=used_bytes,
-            num_blocks=num_blocks,
-            in_flight=in_flight,
             load_bytes_per_s=self.load_speed.bytes_per_s,
             store_bytes_per_s=self.store_speed.bytes_per_s,
-            keeps=keeps,
-            **{name: getattr(self, name) for name in TierCounts.__struct_fields__},
+            **counts,
+            **gauges,
         )

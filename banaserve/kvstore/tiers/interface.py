@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Annotated, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from banaserve.kvstore.leases import Lookup
-from banaserve.kvstore.measure import counter, gauge
+from banaserve.kvstore.stats import TierStats
 
 BlockBytes = npt.NDArray[np.uint8]
 
@@ -52,42 +51,6 @@ class Completion(NamedTuple):
     outcome: TierOutcome
 
 
-class TierCounts(msgspec.Struct, kw_only=True):
-    """Counters that every tier keeps."""
-
-    stores: Annotated[int, counter("Blocks written.")] = 0
-    stored_bytes: Annotated[int, counter("Total size of the blocks written.")] = 0
-    loads: Annotated[int, counter("Blocks read.")] = 0
-    loaded_bytes: Annotated[int, counter("Total size of the blocks read.")] = 0
-    evictions: Annotated[int, counter("Blocks dropped to make room.")] = 0
-    missing: Annotated[int, counter("Loads of blocks that were not in the tier (any more).")] = 0
-    corrupt: Annotated[
-        int, counter("Records with a wrong checksum or structure: skipped, never served.")
-    ] = 0
-    failures: Annotated[int, counter("Loads and stores that failed otherwise.")] = 0
-
-
-class TierStats(TierCounts, kw_only=True):
-    """Counters and gauges of a tier.
-
-    Attributes:
-        name: Name of the tier.
-        problem: Reason in one line why the tier is out of service, or stores nothing.
-        keeps: Description of blocks that ``clear`` leaves for later loads; empty for none.
-    """
-
-    name: str
-    available: Annotated[bool, gauge("1 while the tier is in service.")] = True
-    problem: str = ""
-    capacity_bytes: Annotated[int, gauge("Budget of the tier; 0 if it has none of its own.")] = 0
-    used_bytes: Annotated[int, gauge("Bytes used, including headers and dead records.")] = 0
-    num_blocks: Annotated[int, gauge("Blocks that a load could return.")] = 0
-    in_flight: Annotated[int, gauge("Loads and stores under way.")] = 0
-    load_bytes_per_s: Annotated[float, gauge("Recent speed of loads; 0 until the first.")] = 0.0
-    store_bytes_per_s: Annotated[float, gauge("Recent speed of stores; 0 until the first.")] = 0.0
-    keeps: str = ""
-
-
 class StoreTier(Protocol):
     """Storage of blocks by key. One thread calls all methods; none waits for a device or a peer.
 
@@ -98,16 +61,13 @@ class StoreTier(Protocol):
     @property
     def name(self) -> str:
         """Name of the tier, short and stable: the label of its metrics."""
-        ...
 
     @property
     def fd(self) -> int:
         """File descriptor, readable when ``poll`` has something to return."""
-        ...
 
     def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
         """Return the state of each key. PENDING: a peer is being asked, look up again soon."""
-        ...
 
     def submit_store(self, block: BlockName, source: BlockBytes) -> int | None:
         """Begin to write a block, evicting others if the tier is full.
@@ -121,7 +81,6 @@ class StoreTier(Protocol):
             A ticket; None if the tier accepts nothing now (queue full, unavailable) or has the
             block already (then ``lookup`` returns HIT).
         """
-        ...
 
     def submit_load(self, key: bytes, target: BlockBytes) -> int | None:
         """Begin to read a block.
@@ -134,27 +93,21 @@ class StoreTier(Protocol):
         Returns:
             A ticket; None if the tier has no such block of this size or its queue is full.
         """
-        ...
 
     def poll(self) -> list[Completion]:
         """Return the transfers that have ended since the last call, each exactly once."""
-        ...
 
     def clear(self) -> int:
         """Forget all blocks that are not being read or written; return their number."""
-        ...
 
     def stats(self) -> TierStats:
         """Return the current counters and gauges."""
-        ...
 
     def check(self) -> None:
         """Assert the invariants that hold between two calls."""
-        ...
 
     def close(self) -> None:
         """Finish the transfers under way, then free all resources. Not callable twice."""
-        ...
 
 
 class UrlTier(StoreTier, Protocol):
@@ -173,9 +126,7 @@ class UrlTier(StoreTier, Protocol):
         Raises:
             UserError: The URL is invalid: one line says what to write.
         """
-        ...
 
     @classmethod
     def from_url(cls, url: str) -> UrlTier:
         """Return the open tier. If this raises, the store goes on without the tier."""
-        ...

@@ -19,9 +19,8 @@ from banaserve.base.errors import BanaServeError, UserError
 from banaserve.base.platform.linux import available_memory_bytes, visible_gpus
 from banaserve.base.run_dir import RunDir
 from banaserve.contracts.environment import STORE_VARIABLE, set_environment
-from banaserve.kvstore.daemon.options import StoreOptions
+from banaserve.kvstore.daemon.options import PeerOptions, StoreOptions
 from banaserve.kvstore.daemon.supervised import SupervisedStore
-from banaserve.kvstore.peers.options import PeerOptions
 from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.nodes.agent.remote_process import RemoteProcess
 from banaserve.nodes.link import NodeLink

@@ -15,8 +15,7 @@ from banaserve.base.errors import UserError
 from banaserve.base.net.addresses import host_and_port, written
 from banaserve.base.types import InstanceId, Role
 from banaserve.contracts.environment import GRAPHS_VARIABLE
-from banaserve.kvstore.daemon.options import StoreOptions
-from banaserve.kvstore.peers.options import PeerOptions
+from banaserve.kvstore.daemon.options import PeerOptions, StoreOptions
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import NodeLostError
 from banaserve.nodes.measuring import inspected

@@ -12,7 +12,7 @@ import msgspec
 
 from banaserve.base.net import framing
 from banaserve.base.net.framing import Framing, MessageReader
-from banaserve.base.platform.spawning import spawn_module
+from banaserve.base.platform.processes import spawn_module
 from banaserve.migration.rpc.messages import GuestAddress
 
 MAX_MESSAGE_BYTES = 1 << 20

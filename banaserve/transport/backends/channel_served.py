@@ -1,34 +1,49 @@
-"""Base of transports with a channel for each opened region, and the messages about its slices."""
+"""Bases of transports with a channel for each opened region, and the messages about its slices.
+
+``GrantedTransport`` is the base of those whose bytes are moved by a library. For each slice the
+peer asks for a grant, moves the bytes, and gives the grant back. While a grant is held, the
+region's ``advance`` to another epoch does not return. The library's own connections are not signed:
+use these transports on a network that only these machines can reach.
+"""
 
 from __future__ import annotations
 
 import socket
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import msgspec
 import numpy as np
 
 from banaserve.base.errors import ProtocolError
 from banaserve.base.net.framing import decode
-from banaserve.transport.backends.offering import OfferingTransport
 from banaserve.transport.channels.channel import StreamChannel
 from banaserve.transport.channels.connect import connect_tcp, over_tcp, tcp_address
-from banaserve.transport.channels.threaded_server import GREETING_S, listen_tcp
 from banaserve.transport.errors import (
     PeerGoneError,
     RefusedError,
     StaleEpochError,
     TransferCancelledError,
+    TransferTimeoutError,
 )
-from banaserve.transport.interface import Message, Tensor, TransportOptions
-from banaserve.transport.memory import SLICE_BYTES, Memory, Plan, Runs
-from banaserve.transport.regions.argument_checks import check_offsets
-from banaserve.transport.regions.descriptor import RegionDescriptor
+from banaserve.transport.interface import Message, Tensor, Transport, TransportOptions
+from banaserve.transport.memory import (
+    SLICE_BYTES,
+    CopyRuns,
+    Memory,
+    Plan,
+    Runs,
+    copy_runs,
+    gather,
+    scatter,
+)
+from banaserve.transport.regions.descriptor import RegionDescriptor, check_offsets
 from banaserve.transport.regions.gpu_memory import CudaGpu
 from banaserve.transport.regions.offered_region import OfferedRegion, PrivateMemory, reserve
 from banaserve.transport.regions.remote_region import RemoteRegion, Ticket
+from banaserve.transport.threaded_server import GREETING_S, listen_tcp
 
 # Only waiting for a ticket has a deadline; the connection itself has none.
 FOREVER_S = 1e6
@@ -70,11 +85,10 @@ _requests: msgspec.msgpack.Decoder[SliceRequest] = msgspec.msgpack.Decoder(Slice
 _answers: msgspec.msgpack.Decoder[Granted | Denied] = msgspec.msgpack.Decoder(Granted | Denied)
 
 
-class ChannelTransport(OfferingTransport):
+class ChannelTransport(Transport):
     """Base of transports whose offering side answers on a TCP port, to peers that know the secret.
 
-    Args:
-        gpu: GPU in whose memory regions are offered; None for memory of the host.
+    Regions are offered in memory of ``gpu``, or of the host if it is None.
     """
 
     def __init__(self, options: TransportOptions, gpu: CudaGpu | None = None) -> None:
@@ -97,10 +111,8 @@ class ChannelTransport(OfferingTransport):
         listener = listen_tcp(self._options.host)
         return listener, tcp_address(listener)
 
-    def _reserve(self, descriptor: RegionDescriptor) -> OfferedRegion:
-        memory = self._reserve_memory(descriptor.num_bytes)
-        store = PrivateMemory(memory, descriptor.epoch, self._gpu)
-        return OfferedRegion(descriptor, store, self.forget_offered)
+    def _reserve(self, num_bytes: int, epoch: int) -> PrivateMemory:
+        return PrivateMemory(self._reserve_memory(num_bytes), epoch, self._gpu)
 
     def _reserve_memory(self, num_bytes: int) -> Memory:
         return reserve(num_bytes) if self._gpu is None else self._gpu.reserve(num_bytes)
@@ -132,8 +144,7 @@ class ChannelTransport(OfferingTransport):
 class ChannelRegion(RemoteRegion):
     """Region of a peer at the other end of a channel, which is of no use after a failure.
 
-    Args:
-        staging: Memory through which slices pass.
+    Slices pass through the memory ``staging``.
     """
 
     def __init__(
@@ -184,11 +195,7 @@ def offsets_of(part: Plan) -> Tensor:
 
 
 def request_in(message: Message) -> SliceRequest:
-    """Return the request in a message.
-
-    Raises:
-        ProtocolError: There is none.
-    """
+    """Return the request in a message; raise ProtocolError if there is none."""
     return decode(_requests, message.body)
 
 
@@ -211,12 +218,7 @@ def grant_in(message: Message) -> bytes:
 def ask(
     channel: StreamChannel, request: SliceRequest, *tensors: Tensor, timeout_s: float = FOREVER_S
 ) -> bytes:
-    """Send a request to the offering side and return the data of its grant, see ``grant_in``.
-
-    Raises:
-        TransferTimeoutError: There is no answer in time.
-        PeerGoneError: The peer is gone.
-    """
+    """Send a request to the offering side; return the data of its grant, see ``grant_in``."""
     return grant_in(channel.call(message_of(request, *tensors), timeout_s))
 
 
@@ -242,3 +244,131 @@ def checked_runs(begin: Begin, offsets: Tensor, region: OfferedRegion) -> Runs:
     if begin.num_bytes < 0 or begin.num_bytes * runs.size > SLICE_BYTES:
         raise RefusedError("a slice is too large")
     return check_offsets(runs, begin.num_bytes, region.descriptor.num_bytes, "the region")
+
+
+class Mover(ABC):
+    """Mover of bytes: one side of one connection of the library."""
+
+    def connect(self, check_peer: Callable[[], None]) -> None:
+        """Finish connecting, after the answer to Open is on its way. Blocks.
+
+        Raises:
+            PeerGoneError: The peer is gone, by ``check_peer``, or the sides cannot connect.
+        """
+        return
+
+    @abstractmethod
+    def move(self, part: Plan, check_peer: Callable[[], None]) -> None:
+        """Perform this side's part of the copy of a slice.
+
+        ``check_peer`` raises PeerGoneError if the other process is gone.
+        """
+
+    def abort(self) -> None:
+        """Make a ``move`` under way fail, from any thread."""
+        return
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the library's connection."""
+
+
+class GrantedTransport(ChannelTransport):
+    """Base of transports with grants, whose ``_accept`` and ``_meet`` make the sides' movers."""
+
+    @abstractmethod
+    def _accept(self, region: OfferedRegion) -> tuple[Mover, bytes]:
+        """Return the offering side's mover, and the data that the peer needs to connect."""
+
+    @abstractmethod
+    def _meet(self, data: bytes, staging: Memory, check_peer: Callable[[], None]) -> Mover:
+        """Return the opening side's mover, which moves bytes between the peer and ``staging``.
+
+        ``data`` is that of the offering side's ``_accept``. ``check_peer`` raises PeerGoneError if
+        the other process is gone, and TransferTimeoutError if connecting takes too long.
+        """
+
+    def _join(
+        self, descriptor: RegionDescriptor, channel: StreamChannel, data: bytes, deadline: float
+    ) -> RemoteRegion:
+        staging = self._reserve_memory(SLICE_BYTES)
+
+        def check_peer() -> None:
+            channel.check_peer()
+            if time.monotonic() > deadline:
+                raise TransferTimeoutError(f"{self.name} has not connected in time")
+
+        mover = self._meet(data, staging, check_peer)
+        copy = copy_runs if self._gpu is None else self._gpu.copy_runs
+        return GrantedRemote(descriptor, self.forget_opened, channel, staging, mover, copy)
+
+    def _serve_region(
+        self, channel: StreamChannel, opening: Message, region: OfferedRegion
+    ) -> None:
+        mover, data = self._accept(region)
+        try:
+            answer(channel, opening, Granted(data))
+            mover.connect(channel.check_peer)
+            _give_grants(channel, region, mover)
+        finally:
+            mover.close()
+
+
+class GrantedRemote(ChannelRegion):
+    """Region of a peer, whose staging memory is given to the library once."""
+
+    def __init__(
+        self,
+        descriptor: RegionDescriptor,
+        forget: Callable[[RemoteRegion], bool],
+        channel: StreamChannel,
+        staging: Memory,
+        mover: Mover,
+        copy: CopyRuns,
+    ) -> None:
+        self._mover = mover
+        self._copy = copy
+        super().__init__(descriptor, forget, channel, staging)
+
+    def _disconnect(self) -> None:
+        super()._disconnect()
+        self._mover.close()
+
+    def _break_off(self) -> None:
+        super()._break_off()
+        self._mover.abort()
+
+    def _copy_slices(self, ticket: Ticket) -> None:
+        staged = self._staging
+        for part in ticket.plan.slices():
+            ticket.check()
+            begin = Begin(part.epoch, part.num_bytes, part.writes)
+            ask(self._channel, begin, offsets_of(part))
+            if part.writes:
+                gather(staged, part.local, part.local_offsets, part.num_bytes, self._copy)
+            self._mover.move(part, self._channel.check_peer)
+            ask(self._channel, End())
+            if not part.writes:
+                scatter(part.local, part.local_offsets, staged, part.num_bytes, self._copy)
+
+
+def _give_grants(channel: StreamChannel, region: OfferedRegion, mover: Mover) -> None:
+    while True:
+        request = channel.receive(FOREVER_S)
+        begin = request_in(request)
+        if not isinstance(begin, Begin) or len(request.tensors) != 1:
+            raise ProtocolError("a grant begins with Begin")
+        with ExitStack() as held:
+            try:
+                runs = checked_runs(begin, request.tensors[0], region)
+                held.enter_context(region.store.use(begin.epoch))
+            except RefusedError as error:
+                answer(channel, request, denial_of(error))
+                continue
+            answer(channel, request, Granted())
+            part = Plan(region.memory, runs, runs, begin.num_bytes, begin.epoch, begin.writes)
+            mover.move(part, channel.check_peer)
+            request = channel.receive(FOREVER_S)
+            if not isinstance(request_in(request), End):
+                raise ProtocolError("a grant ends with End")
+        answer(channel, request, Granted())

@@ -37,7 +37,7 @@ class CudaIpcTransport(ShmTransport):
         super().__init__(options)
         self._gpu = gpu or CudaGpu(options.device)
 
-    def _create(self, num_bytes: int, epoch: int) -> SharedFile:
+    def _reserve(self, num_bytes: int, epoch: int) -> SharedFile:
         memory = self._gpu.reserve(num_bytes)
         handle = self._gpu.share(memory)
         file = GpuFile(new_file(_RECORD.size, epoch), self._gpu, memory)

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from nixl._api import nixl_agent, nixl_agent_config
 
-from banaserve.transport.backends.library_grants import GrantedTransport, Mover
+from banaserve.transport.backends.channel_served import GrantedTransport, Mover
 from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.interface import TransportOptions
 from banaserve.transport.memory import Memory, Plan, Runs
@@ -77,12 +77,7 @@ class NixlTransport(GrantedTransport):
 
 
 class Agent:
-    """NIXL's agent with a lock, because the threads of several regions share the agent.
-
-    Attributes:
-        api: NIXL's own interface.
-        lock: Lock held during every call of ``api``; none of the calls waits for a peer.
-    """
+    """NIXL's agent, shared by threads of several regions, with a lock for every call of ``api``."""
 
     def __init__(self) -> None:
         self.api = nixl_agent(secrets.token_hex(8), nixl_agent_config(backends=["UCX"]))
@@ -99,11 +94,7 @@ class Agent:
             self.api.deregister_memory(registered)
 
     def meet(self, metadata: bytes) -> str:
-        """Add a peer's agent with its regions; return the agent's name.
-
-        Raises:
-            PeerGoneError: The agents cannot connect to each other.
-        """
+        """Add a peer's agent with its regions; return its name, or raise PeerGoneError."""
         with self.lock:
             try:
                 name = self.api.add_remote_agent(metadata)

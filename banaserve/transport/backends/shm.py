@@ -8,15 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from banaserve.base.platform.linux import is_own, peer_of
-from banaserve.transport.backends.offering import REGION_ID_BYTES, OfferingTransport
 from banaserve.transport.channels.stream import SocketStream
-from banaserve.transport.channels.threaded_server import GREETING_S, listen_unix
 from banaserve.transport.errors import PeerGoneError, RefusedError, TransferTimeoutError
+from banaserve.transport.interface import REGION_ID_BYTES, Transport
 from banaserve.transport.memory import SLICE_BYTES
 from banaserve.transport.regions.descriptor import RegionDescriptor
-from banaserve.transport.regions.offered_region import OfferedRegion
 from banaserve.transport.regions.remote_region import RemoteRegion, Ticket
 from banaserve.transport.regions.shared_file import SharedFile, new_file
+from banaserve.transport.threaded_server import GREETING_S, listen_unix
 
 NAME = "shm"
 _SLICE_BYTES = 4 * SLICE_BYTES
@@ -24,7 +23,7 @@ _SLICE_BYTES = 4 * SLICE_BYTES
 with an engine in the same process."""
 
 
-class ShmTransport(OfferingTransport):
+class ShmTransport(Transport):
     """Transport that passes memory files over a Unix socket to processes of this user only."""
 
     name = NAME
@@ -38,9 +37,8 @@ class ShmTransport(OfferingTransport):
         listener, path = listen_unix(self._options.folder, self.name)
         return listener, str(path)
 
-    def _reserve(self, descriptor: RegionDescriptor) -> OfferedRegion:
-        file = self._create(descriptor.num_bytes, descriptor.epoch)
-        return OfferedRegion(descriptor, file, self.forget_offered)
+    def _reserve(self, num_bytes: int, epoch: int) -> SharedFile:
+        return SharedFile(new_file(num_bytes, epoch), num_bytes)
 
     def _connect(self, descriptor: RegionDescriptor, timeout_s: float) -> ShmRemote:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -64,10 +62,6 @@ class ShmTransport(OfferingTransport):
         except BaseException:
             sock.close()
             raise
-
-    def _create(self, num_bytes: int, epoch: int) -> SharedFile:
-        """Return the file of a new region."""
-        return SharedFile(new_file(num_bytes, epoch), num_bytes)
 
     def _take(self, fd: int, descriptor: RegionDescriptor) -> SharedFile:
         """Return a peer's file, if it is one of a region."""

@@ -84,11 +84,7 @@ class _Responder:
             self._channel.send(message_of(said, *data), FOREVER_S)
 
     def _place(self, body: bytes, sizes: Sequence[int]) -> Sequence[Bytes]:
-        """Receive bytes to write, the second tensor, into this responder's memory.
-
-        Raises:
-            ProtocolError: They, or their offsets, are more than those of any slice.
-        """
+        """Receive bytes to write, the second tensor, into this responder's memory."""
         if sum(sizes) > MAX_SLICE_MESSAGE_BYTES:
             raise ProtocolError("a slice is too large")
         return [_NO_BYTES, self._bytes[: sizes[1]]] if len(sizes) == 2 else []

@@ -15,9 +15,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from banaserve.transport.backends.library_grants import GrantedTransport, Mover
+from banaserve.transport.backends.channel_served import GrantedTransport, Mover
 from banaserve.transport.errors import PeerGoneError
-from banaserve.transport.interface import TransportOptions
 from banaserve.transport.memory import SLICE_BYTES, Memory, Plan, gather, scatter
 from banaserve.transport.regions.offered_region import OfferedRegion, reserve
 
@@ -42,16 +41,11 @@ class TorchDistributedTransport(GrantedTransport):
 
     name = NAME
 
-    def __init__(self, options: TransportOptions) -> None:
-        super().__init__(options)
-        self._host = options.host
-
     def _accept(self, region: OfferedRegion) -> tuple[Mover, bytes]:
-        store = dist.TCPStore(
-            self._host, 0, 2, is_master=True, timeout=_TIMEOUT, wait_for_workers=False
-        )
-        where = Rendezvous(self._host, store.port)
-        return _Owner(store, self._host), msgspec.msgpack.encode(where)
+        host = self._options.host
+        store = dist.TCPStore(host, 0, 2, is_master=True, timeout=_TIMEOUT, wait_for_workers=False)
+        mover = _TorchMover(_OWNER, reserve(SLICE_BYTES), lambda: _group(store, host, _OWNER))
+        return mover, msgspec.msgpack.encode(Rendezvous(host, store.port))
 
     def _meet(self, data: bytes, staging: Memory, check_peer: Callable[[], None]) -> Mover:
         try:
@@ -61,16 +55,40 @@ class TorchDistributedTransport(GrantedTransport):
 
         def join() -> dist.ProcessGroupGloo:
             store = dist.TCPStore(where.host, where.port, 2, is_master=False, timeout=_TIMEOUT)
-            return _group(store, self._host, _PEER)
+            return _group(store, self._options.host, _PEER)
 
-        return _Peer(_meet(join, check_peer), torch.from_numpy(staging.view()))
+        mover = _TorchMover(_PEER, staging, join)
+        mover.connect(check_peer)
+        return mover
 
 
 class _TorchMover(Mover):
-    def __init__(self, peer: int) -> None:
-        self._peer = peer
+    """One rank of a group. The owner's also copies between its region and its staging memory.
+
+    Args:
+        join: Function that connects the group; blocks.
+    """
+
+    def __init__(
+        self, rank: int, staging: Memory, join: Callable[[], dist.ProcessGroupGloo]
+    ) -> None:
+        self._rank = rank
+        self._staging = staging.view()
+        self._join = join
         self._group: dist.ProcessGroupGloo | None = None
         self._aborted = False
+
+    def connect(self, check_peer: Callable[[], None]) -> None:
+        self._group = _meet(self._join, check_peer)
+
+    def move(self, part: Plan, check_peer: Callable[[], None]) -> None:
+        data = self._staging[: part.num_bytes * part.remote_offsets.size]
+        is_owner = self._rank == _OWNER
+        if is_owner and not part.writes:
+            gather(Memory.of(data), part.local, part.remote_offsets, part.num_bytes)
+        self._exchange(torch.from_numpy(data), sends=part.writes is not is_owner)
+        if is_owner and part.writes:
+            scatter(part.local, part.remote_offsets, Memory.of(data), part.num_bytes)
 
     def abort(self) -> None:
         # There is no call to abort, and dropping the group does not suffice: but a receive that
@@ -78,10 +96,9 @@ class _TorchMover(Mover):
         # send that has begun: it ends with the group's timeout.
         self._aborted = True
         if (group := self._group) is not None:
+            unsent = torch.empty(1, dtype=torch.uint8)
             with suppress(RuntimeError):
-                group.recv([torch.empty(1, dtype=torch.uint8)], self._peer, _NEVER_SENT).wait(
-                    _AT_ONCE
-                )
+                group.recv([unsent], 1 - self._rank, _NEVER_SENT).wait(_AT_ONCE)
 
     def close(self) -> None:
         self._group = None
@@ -91,39 +108,7 @@ class _TorchMover(Mover):
             return
         if (group := self._group) is None or self._aborted:
             raise PeerGoneError("the connection was broken off")
-        (group.send if sends else group.recv)([tensor], self._peer, _TAG).wait()
-
-
-class _Owner(_TorchMover):
-    def __init__(self, store: dist.Store, host: str) -> None:
-        super().__init__(_PEER)
-        self._store = store
-        self._host = host
-        self._staging = reserve(SLICE_BYTES).view()
-
-    def connect(self, check_peer: Callable[[], None]) -> None:
-        self._group = _meet(lambda: _group(self._store, self._host, _OWNER), check_peer)
-
-    def move(self, part: Plan, check_peer: Callable[[], None]) -> None:
-        data = self._staging[: part.num_bytes * part.remote_offsets.size]
-        staged, tensor = Memory.of(data), torch.from_numpy(data)
-        if part.writes:
-            self._exchange(tensor, sends=False)
-            scatter(part.local, part.remote_offsets, staged, part.num_bytes)
-        else:
-            gather(staged, part.local, part.remote_offsets, part.num_bytes)
-            self._exchange(tensor, sends=True)
-
-
-class _Peer(_TorchMover):
-    def __init__(self, group: dist.ProcessGroupGloo, staging: torch.Tensor) -> None:
-        super().__init__(_OWNER)
-        self._group = group
-        self._staging = staging
-
-    def move(self, part: Plan, check_peer: Callable[[], None]) -> None:
-        tensor = self._staging[: part.num_bytes * part.remote_offsets.size]
-        self._exchange(tensor, sends=part.writes)
+        (group.send if sends else group.recv)([tensor], 1 - self._rank, _TAG).wait()
 
 
 def _meet(

@@ -34,12 +34,7 @@ Part = memoryview | bytes | bytearray
 
 
 class FrameCode:
-    """Code of one frame, computed part by part.
-
-    Args:
-        key: Key of the direction.
-        number: Number of frames before this one in the direction.
-    """
+    """Code of one frame, the ``number``-th in the direction of ``key``, computed part by part."""
 
     def __init__(self, key: algorithms.AES, number: int) -> None:
         nonce = number.to_bytes(_GCM_NONCE_BYTES, "big")
@@ -56,13 +51,7 @@ class FrameCode:
 
 
 class Seal:
-    """Codes of one connection's frames. Each direction is used by one thread at a time.
-
-    Args:
-        sending: Key of frames to the peer.
-        receiving: Key of the peer's frames.
-        max_frames: Maximum number of frames in each direction.
-    """
+    """Codes of one connection's frames. Each direction is used by one thread at a time."""
 
     def __init__(self, sending: bytes, receiving: bytes, max_frames: int = MAX_FRAMES) -> None:
         self._sending, self._receiving = algorithms.AES(sending), algorithms.AES(receiving)
@@ -71,14 +60,8 @@ class Seal:
         self._is_broken = False
 
     def sign(self, parts: Iterable[Part]) -> bytes:
-        """Return the code of the next frame to be sent.
-
-        Raises:
-            PeerGoneError: The connection has reached its maximum number of frames.
-        """
-        if self._num_sent >= self._max_frames:
-            raise PeerGoneError("the connection has used its key up: connect again")
-        code = FrameCode(self._sending, self._num_sent)
+        """Return the code of the next frame to be sent; raises as ``next_received`` does."""
+        code = self._code(self._sending, self._num_sent)
         self._num_sent += 1
         for part in parts:
             code.add(part)
@@ -90,9 +73,7 @@ class Seal:
         Raises:
             PeerGoneError: The connection has reached its maximum number of frames.
         """
-        if self._num_received >= self._max_frames:
-            raise PeerGoneError("the connection has used its key up: connect again")
-        code = FrameCode(self._receiving, self._num_received)
+        code = self._code(self._receiving, self._num_received)
         self._num_received += 1
         return code
 
@@ -101,6 +82,11 @@ class Seal:
         is_right = hmac.compare_digest(computed.end(), code)
         self._is_broken = self._is_broken or not is_right
         return not self._is_broken
+
+    def _code(self, key: algorithms.AES, number: int) -> FrameCode:
+        if number >= self._max_frames:
+            raise PeerGoneError("the connection has used its key up: connect again")
+        return FrameCode(key, number)
 
 
 def greet(stream: SocketStream, secret: bytes, deadline: float) -> Seal:

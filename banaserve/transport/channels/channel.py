@@ -13,14 +13,6 @@ from banaserve.base.errors import ProtocolError
 from banaserve.base.net.framing import LENGTH_BYTES
 from banaserve.transport.channels import frames
 from banaserve.transport.channels.authentication import CODE_BYTES, FrameCode, Seal
-from banaserve.transport.channels.frames import (
-    HEADERS,
-    ONE_WAY,
-    REFUSAL,
-    REPLY,
-    REQUEST,
-    FrameHeader,
-)
 from banaserve.transport.channels.stream import SocketStream
 from banaserve.transport.errors import (
     PeerGoneError,
@@ -36,7 +28,7 @@ _CHECKED_BYTES = 1 << 18
 """Number of bytes that are received and then checked while they are in the cache."""
 
 
-Place = Callable[[FrameHeader, Sequence[int]], Sequence[Bytes]]
+Place = Callable[[frames.FrameHeader, Sequence[int]], Sequence[Bytes]]
 """Function that returns memory for a frame's first tensors, by the frame's header and the tensors'
 sizes; a tensor is received into its memory if the size is the same."""
 
@@ -46,11 +38,7 @@ class StreamChannel:
 
     One thread receives or calls at a time; any other may send meanwhile. A message whose epoch is
     below ``min_epoch`` is not delivered: a request of this kind is answered with StaleEpochError,
-    others are counted in ``num_refused``.
-
-    Attributes:
-        num_refused: Number of messages that arrived but were not delivered: duplicate, stale, late
-            reply.
+    others are counted in ``num_refused``, as are duplicates and late replies.
 
     Args:
         stream: Stream connected to an authenticated peer; the channel owns it.
@@ -76,11 +64,7 @@ class StreamChannel:
         return bool(self._kept or self._stream.num_buffered())
 
     def check_peer(self) -> None:
-        """Raise if the peer is gone; meant for times at which the peer sends nothing.
-
-        Raises:
-            PeerGoneError: The peer is gone.
-        """
+        """Raise PeerGoneError if the peer is gone; for times at which the peer sends nothing."""
         self._stream.check_peer()
 
     def send(self, message: Message, timeout_s: float) -> None:
@@ -91,7 +75,7 @@ class StreamChannel:
             TransferTimeoutError: The peer does not read. The channel is closed.
             PeerGoneError: The peer has died or closed the connection.
         """
-        self._write(message, ONE_WAY, 0, time.monotonic() + timeout_s)
+        self._write(message, frames.ONE_WAY, 0, time.monotonic() + timeout_s)
 
     def call(self, message: Message, timeout_s: float, into: Sequence[Bytes] = ()) -> Message:
         """Send a request and wait for its reply. Messages that arrive before it are kept.
@@ -108,18 +92,18 @@ class StreamChannel:
             PeerGoneError: The peer has died or closed the connection.
         """
         deadline = time.monotonic() + timeout_s
-        token = self._write(message, REQUEST, 0, deadline)
+        token = self._write(message, frames.REQUEST, 0, deadline)
 
-        def place(header: FrameHeader, sizes: Sequence[int]) -> Sequence[Bytes]:
-            return into if header.kind == REPLY and header.token == token else ()
+        def place(header: frames.FrameHeader, sizes: Sequence[int]) -> Sequence[Bytes]:
+            return into if header.kind == frames.REPLY and header.token == token else ()
 
         while True:
             header, answer = self._next_frame(deadline, place)
-            if header.kind in (ONE_WAY, REQUEST):
+            if header.kind in (frames.ONE_WAY, frames.REQUEST):
                 self._keep(header, answer, deadline)
             elif header.token != token:
                 self.num_refused += 1
-            elif header.kind == REFUSAL:
+            elif header.kind == frames.REFUSAL:
                 raise StaleEpochError(f"the peer is at epoch {header.epoch}, not {message.epoch}")
             elif header.epoch < self.min_epoch:
                 raise StaleEpochError(f"the reply is of epoch {header.epoch}: it comes too late")
@@ -144,14 +128,14 @@ class StreamChannel:
         """
         deadline = time.monotonic() + timeout_s
 
-        def place_of(header: FrameHeader, sizes: Sequence[int]) -> Sequence[Bytes]:
-            if place is None or header.kind not in (ONE_WAY, REQUEST):
+        def place_of(header: frames.FrameHeader, sizes: Sequence[int]) -> Sequence[Bytes]:
+            if place is None or header.kind not in (frames.ONE_WAY, frames.REQUEST):
                 return ()
             return place(header.body, sizes)
 
         while not self._kept:
             header, message = self._next_frame(deadline, place_of)
-            if header.kind in (ONE_WAY, REQUEST):
+            if header.kind in (frames.ONE_WAY, frames.REQUEST):
                 self._keep(header, message, deadline)
             else:
                 self.num_refused += 1
@@ -167,7 +151,7 @@ class StreamChannel:
         """
         if not request.token:
             raise RefusedError("a one-way message cannot be answered")
-        self._write(answer, REPLY, request.token, time.monotonic() + timeout_s)
+        self._write(answer, frames.REPLY, request.token, time.monotonic() + timeout_s)
 
     def abort(self) -> None:
         """Make threads that wait on this channel fail, from any thread; ``close`` is needed too."""
@@ -178,12 +162,12 @@ class StreamChannel:
         self._broken = self._broken or "the channel is closed"
         self._stream.close()
 
-    def _keep(self, header: FrameHeader, message: Message, deadline: float) -> None:
+    def _keep(self, header: frames.FrameHeader, message: Message, deadline: float) -> None:
         if header.epoch < self.min_epoch:
             self.num_refused += 1
-            if header.kind == REQUEST:
+            if header.kind == frames.REQUEST:
                 refusal = Message(b"", epoch=self.min_epoch)
-                self._write(refusal, REFUSAL, header.seq, deadline)
+                self._write(refusal, frames.REFUSAL, header.seq, deadline)
         elif len(self._kept) == MAX_KEPT:
             raise self._break(f"{MAX_KEPT} messages came before the reply")
         else:
@@ -204,7 +188,7 @@ class StreamChannel:
                 raise
             return seq
 
-    def _next_frame(self, deadline: float, place: Place) -> tuple[FrameHeader, Message]:
+    def _next_frame(self, deadline: float, place: Place) -> tuple[frames.FrameHeader, Message]:
         while True:
             self._check_open()
             self._stream_wait(deadline)
@@ -218,7 +202,7 @@ class StreamChannel:
             if header.seq > self._last_received + 1:
                 raise self._break(f"message {self._last_received + 1} is missing")
             self._last_received = header.seq
-            token = header.seq if header.kind == REQUEST else 0
+            token = header.seq if header.kind == frames.REQUEST else 0
             return header, Message(header.body, tensors, header.epoch, token)
 
     def _stream_wait(self, deadline: float) -> None:
@@ -227,10 +211,12 @@ class StreamChannel:
         except PeerGoneError as error:
             raise self._break(str(error)) from None
 
-    def _read_frame(self, deadline: float, place: Place) -> tuple[FrameHeader, tuple[Tensor, ...]]:
+    def _read_frame(
+        self, deadline: float, place: Place
+    ) -> tuple[frames.FrameHeader, tuple[Tensor, ...]]:
         code = self._seal.next_received() if self._seal is not None else None
         length = self._read(LENGTH_BYTES, deadline, code)
-        header = HEADERS.decode(self._read(HEADERS.length_of(length), deadline, code))
+        header = frames.HEADERS.decode(self._read(frames.HEADERS.length_of(length), deadline, code))
         sizes = frames.tensor_sizes(header)
         buffers = _buffers(sizes, place(header, sizes))
         self._read_parts([frames.view_of(buffer) for buffer in buffers], deadline, code)

@@ -54,9 +54,7 @@ class FrameHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
     Attributes:
         seq: Number of the frame in this direction, one more than that of the frame before it.
-        kind: Kind of the frame: ONE_WAY, REQUEST, REPLY or REFUSAL.
         token: ``seq`` of the request that a REPLY or REFUSAL answers; otherwise 0.
-        epoch: Epoch of the sender.
         body: Body of the ``Message``.
         tensors: Data type and shape of each tensor.
     """
@@ -73,11 +71,7 @@ HEADERS: Framing[FrameHeader] = Framing(FrameHeader, MAX_HEADER_BYTES)
 
 
 def encode(message: Message, seq: int, kind: int, token: int) -> list[memoryview | bytes]:
-    """Encode a message as the parts of a frame, ready to be sent.
-
-    Raises:
-        RefusedError: A peer would not accept the message.
-    """
+    """Encode a message as the parts of a frame; raise RefusedError if no peer would accept it."""
     described = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in message.tensors)
     header = FrameHeader(seq, kind, token, message.epoch, message.body, described)
     try:

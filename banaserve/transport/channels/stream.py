@@ -115,11 +115,7 @@ class SocketStream:
             self._first, self._end = 0, count
 
     def check_peer(self) -> None:
-        """Raise if the peer is gone; meant for times at which the peer sends nothing.
-
-        Raises:
-            PeerGoneError: The peer is gone.
-        """
+        """Raise PeerGoneError if the peer is gone; for times at which the peer sends nothing."""
         if not self.num_buffered() and self._readable.poll(0):
             self._end = self._receive_now([self._view])
             self._first = 0

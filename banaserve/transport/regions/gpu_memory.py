@@ -26,9 +26,8 @@ _NON_BLOCKING = 1
 class RowCopy(NamedTuple):
     """Copy of ``num_rows`` rows of ``width_bytes``, whose starts have equal distances.
 
-    Attributes:
-        target: Offset of the first row in the target, in bytes; likewise ``source``.
-        target_step: Distance of the rows in the target, in bytes; likewise ``source_step``.
+    ``target`` and ``source`` are the offsets of the first row, ``target_step`` and
+    ``source_step`` the distances of the rows there, all in bytes.
     """
 
     target: int
@@ -166,11 +165,7 @@ class CudaGpu:
         return Memory(address.value, num_bytes, True, owner, is_on_gpu=True)
 
     def _call(self, name: str, *arguments: object) -> None:
-        """Call a function of the runtime on this GPU, whatever thread this is.
-
-        Raises:
-            RefusedError: The call fails.
-        """
+        """Call a function of the runtime on this GPU, whatever thread this is."""
         for function, given in (("cudaSetDevice", (self.index,)), (name, arguments)):
             if code := getattr(self._cuda, function)(*given):
                 self._cuda.cudaGetErrorString.restype = ctypes.c_char_p
@@ -190,11 +185,7 @@ def _release(cuda: ctypes.CDLL, index: int, function: str, address: int) -> None
 
 @functools.cache
 def _runtime() -> ctypes.CDLL:
-    """Return the runtime that this process has loaded: a second one would not know its memory.
-
-    Raises:
-        RefusedError: None is loaded.
-    """
+    """Return the runtime that this process has loaded: a second one would not know its memory."""
     preloaded = ctypes.CDLL(None)
     if hasattr(preloaded, "cudaIpcGetMemHandle"):
         return preloaded

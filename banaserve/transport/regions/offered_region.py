@@ -14,8 +14,7 @@ from banaserve.base.clock import wait_parts
 from banaserve.base.platform.linux import MADV_DONTNEED, madvise
 from banaserve.transport.errors import RefusedError, StaleEpochError, TransferTimeoutError
 from banaserve.transport.memory import Memory, whole_pages
-from banaserve.transport.regions.argument_checks import check_offer, check_range
-from banaserve.transport.regions.descriptor import RegionDescriptor
+from banaserve.transport.regions.descriptor import RegionDescriptor, check_offer, check_range
 from banaserve.transport.regions.gpu_memory import CudaGpu
 from banaserve.transport.regions.shared_file import SharedFile
 
@@ -26,9 +25,7 @@ class PrivateMemory:
     """Memory that this process's own threads copy to and from on behalf of its peers.
 
     Args:
-        memory: Memory from ``reserve``, so that ``release`` can free pages, or of the GPU.
-        epoch: Epoch at first.
-        gpu: GPU whose memory it is; None for memory of the host.
+        memory: Memory from ``reserve``, so that ``release`` can free pages, or of ``gpu``.
     """
 
     def __init__(self, memory: Memory, epoch: int, gpu: CudaGpu | None = None) -> None:
@@ -103,6 +100,9 @@ class PrivateMemory:
             )
 
 
+RegionStore = SharedFile | PrivateMemory
+
+
 class OfferedRegion:
     """Memory that a peer may copy to and from, on the owner's side.
 
@@ -119,7 +119,7 @@ class OfferedRegion:
     def __init__(
         self,
         descriptor: RegionDescriptor,
-        store: SharedFile | PrivateMemory,
+        store: RegionStore,
         forget: Callable[[OfferedRegion], bool],
     ) -> None:
         self.descriptor = descriptor

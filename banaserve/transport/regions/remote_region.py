@@ -15,8 +15,7 @@ from banaserve.transport.errors import (
     TransportError,
 )
 from banaserve.transport.memory import Memory, Plan
-from banaserve.transport.regions.argument_checks import check_range, make_plan
-from banaserve.transport.regions.descriptor import Offsets, RegionDescriptor
+from banaserve.transport.regions.descriptor import Offsets, RegionDescriptor, check_range, make_plan
 
 CANCEL_WAIT_S = 1.0
 MAX_HELP_BYTES = 64 * 2**20
@@ -25,11 +24,7 @@ the copy thread, because the waiting thread has a deadline."""
 
 
 class Ticket:
-    """Ticket of a submitted transfer.
-
-    Attributes:
-        plan: Runs to copy.
-    """
+    """Ticket of the submitted transfer ``plan``."""
 
     def __init__(self, plan: Plan, region: RemoteRegion, *, may_help: bool) -> None:
         self.plan = plan
@@ -78,11 +73,7 @@ class Ticket:
         return isinstance(self._error, TransferCancelledError)
 
     def check(self) -> None:
-        """Raise if the transfer was cancelled; called by the thread that copies.
-
-        Raises:
-            TransferCancelledError: The transfer was cancelled.
-        """
+        """Raise TransferCancelledError after a cancellation; called by the thread that copies."""
         if self._cancelled:
             raise TransferCancelledError("the transfer was cancelled")
 
@@ -187,9 +178,6 @@ class RemoteRegion(ABC):
         """Copy the runs of the ticket's plan, in the copy thread or a thread that waits for it.
 
         It calls ``ticket.check`` between slices.
-
-        Raises:
-            TransportError: The copy failed.
         """
 
     @abstractmethod

@@ -10,8 +10,8 @@ from collections import deque
 from typing import NamedTuple
 
 from banaserve.base.errors import ProtocolError
-from banaserve.kvstore.mailbox import Mailbox
 from banaserve.kvstore.tiers.interface import TierOutcome
+from banaserve.kvstore.tiers.mailbox import Mailbox
 from banaserve_mooncake.child import TRAILER_BYTES, Staging
 from banaserve_mooncake.config import MooncakeConfig
 from banaserve_mooncake.events import AskedKeys, Event, Health, MooncakeJob, Order, Removed

@@ -228,32 +228,18 @@ class MooncakeTier:
             del self._busy[job.key]
         num_bytes = job.memory.size
         self._completions.append(Completion(job.ticket, job.outcome))
-        is_done = job.outcome is TierOutcome.DONE
-        self._speed(job.is_store).end(time.monotonic(), num_bytes if is_done else 0)
-        self._account(job, job.outcome, num_bytes)
-
-    def _account(self, job: MooncakeJob, outcome: TierOutcome, num_bytes: int) -> None:
-        counters = self._counters
-        match outcome:
-            case TierOutcome.DONE if job.is_store:
-                counters.stores += 1
-                counters.stored_bytes += num_bytes
-                self._learn(job.key, is_there=True, num_bytes=num_bytes)
+        end = self._counters.end_store if job.is_store else self._counters.end_load
+        end(time.monotonic(), num_bytes, job.outcome)
+        match job.outcome:
             case TierOutcome.DONE:
-                counters.loads += 1
-                counters.loaded_bytes += num_bytes
                 self._learn(job.key, is_there=True, num_bytes=num_bytes)
             case TierOutcome.MISSING:
-                counters.missing += 1
                 self._learn(job.key, is_there=False)
             case TierOutcome.CORRUPT:
-                counters.corrupt += 1
                 self._remove([job.key])
-            case TierOutcome.FAILED:
-                counters.failures += 1
-                if not job.is_store:
-                    # The block may be gone with its peer: do not try it again at once.
-                    self._learn(job.key, is_there=False)
+            case TierOutcome.FAILED if not job.is_store:
+                # The block may be gone with its peer: do not try it again at once.
+                self._learn(job.key, is_there=False)
 
     def _speed(self, is_store: bool) -> Throughput:
         return self._counters.store_speed if is_store else self._counters.load_speed

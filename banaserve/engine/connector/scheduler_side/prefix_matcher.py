@@ -26,8 +26,7 @@ from banaserve.engine.connector.scheduler_side.request_state import (
 )
 from banaserve.engine.connector.scheduler_side.step_ahead import StepAhead
 from banaserve.kvstore.client.client import StoreClient
-from banaserve.kvstore.gate.cost_gate import CostGate, Verdict
-from banaserve.kvstore.gate.prefix_cut import FetchWork, HeldPrefix
+from banaserve.kvstore.client.cost_gate import CostGate, FetchWork, HeldPrefix, Verdict
 from banaserve.kvstore.leases import Exchanged, Lookup
 from banaserve.kvstore.wire import MAX_KEYS
 

@@ -13,7 +13,7 @@ from banaserve.base.access.cache_salt import TenantSalt
 from banaserve.engine.compat import kv_cache as compat
 from banaserve.engine.connector.handover import Handover
 from banaserve.engine.continuation import output_of
-from banaserve.kvstore.gate.cost_gate import Verdict
+from banaserve.kvstore.client.cost_gate import Verdict
 from banaserve.kvstore.leases import Lease, Lookup, Slot
 
 PATIENCE = 4.0

@@ -21,7 +21,7 @@ from banaserve.engine.connector.scheduler_side.request_state import (
 from banaserve.engine.connector.scheduler_side.step_ahead import StepAhead
 from banaserve.engine.continuation import output_of
 from banaserve.kvstore.client.client import StoreClient
-from banaserve.kvstore.gate.cost_gate import CostGate
+from banaserve.kvstore.client.cost_gate import CostGate
 from banaserve.kvstore.leases import Lease
 from banaserve.orchestrator.control.model.learnt_time import StepWork
 

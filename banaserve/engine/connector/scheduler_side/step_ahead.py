@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from banaserve.engine.connector.scheduler_side.request_state import RequestState
-from banaserve.kvstore.gate.prefix_cut import FetchWork, StepBeside
+from banaserve.kvstore.client.cost_gate import FetchWork, StepBeside
 
 
 class StepAhead:

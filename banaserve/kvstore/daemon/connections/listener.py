@@ -1,4 +1,4 @@
-"""Unix socket of the daemon: its private listener and the connections of its clients.
+"""Unix socket of the daemon: its private listener, connections of clients, and lost ones.
 
 Only the socket file of a dead daemon is replaced. No call on a connection blocks.
 """
@@ -11,7 +11,7 @@ import selectors
 import socket
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -71,11 +71,7 @@ def make_way(path: Path) -> None:
 
 @contextmanager
 def _free_place(path: Path) -> Iterator[None]:
-    """Lock the folder of a socket that is to be made, and remove the socket file of a dead daemon.
-
-    Raises:
-        UserError: ``path`` cannot be listened on, also by an OSError of the context.
-    """
+    """Lock the folder of a new socket, and remove the socket file of a dead daemon."""
     check_socket_path(path)
     try:
         with _locked_folder(path.parent):
@@ -86,11 +82,7 @@ def _free_place(path: Path) -> Iterator[None]:
 
 
 def check_socket_path(path: Path) -> None:
-    """Check that ``path`` can be the path of a Unix socket.
-
-    Raises:
-        UserError: The path is longer than the kernel allows.
-    """
+    """Check that the kernel allows a Unix socket of this path."""
     num_bytes = len(os.fsencode(path))
     if num_bytes > MAX_SOCKET_PATH_BYTES:
         raise UserError(
@@ -215,14 +207,56 @@ class Connection:
             raise ProtocolError(f"{len(self._unsent)} bytes of replies were not read")
 
     def flush(self) -> None:
-        """Send as many unsent bytes as the socket accepts now.
-
-        Raises:
-            OSError: The connection is broken.
-        """
+        """Send as many unsent bytes as the socket accepts now; raise OSError if that fails."""
         del self._unsent[: self.sock.send(self._unsent)]
 
     def close(self) -> None:
         """Close the socket."""
         self.closed = True
         self.sock.close()
+
+
+class Quarantine:
+    """Watch over the processes of lost connections; ``on_over`` gets a session after their end.
+
+    A connection can end while its process, or another process of the same client, is still copying
+    into the slots that it had reserved. Those slots are given to no other client before every
+    such process is dead.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector, on_over: Callable[[int], None]) -> None:
+        self._selector = selector
+        self._on_over = on_over
+        self._alive: dict[int, set[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._alive)
+
+    def hold(self, session_id: int, pidfds: Sequence[int]) -> None:
+        """Wait for all of ``pidfds``, which belong to the quarantine from now on."""
+        self._alive[session_id] = set(pidfds)
+        for pidfd in pidfds:
+            self._selector.register(
+                pidfd,
+                selectors.EVENT_READ,
+                lambda _, pidfd=pidfd: self._on_death(session_id, pidfd),
+            )
+
+    def close(self) -> None:
+        """Stop waiting."""
+        for pidfds in self._alive.values():
+            for pidfd in pidfds:
+                self._forget(pidfd)
+        self._alive.clear()
+
+    def _on_death(self, session_id: int, pidfd: int) -> None:
+        self._forget(pidfd)
+        alive = self._alive[session_id]
+        alive.remove(pidfd)
+        if not alive:
+            del self._alive[session_id]
+            self._on_over(session_id)
+
+    def _forget(self, pidfd: int) -> None:
+        self._selector.unregister(pidfd)
+        os.close(pidfd)

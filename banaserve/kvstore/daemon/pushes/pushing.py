@@ -6,16 +6,16 @@ import itertools
 import selectors
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from banaserve.base.net.addresses import written
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.index.records import IndexEntry
-from banaserve.kvstore.mailbox import Mailbox
 from banaserve.kvstore.peers.messages import MAX_KEYS, OfferPush
 from banaserve.kvstore.peers.push import Push, PushLink
+from banaserve.kvstore.tiers.mailbox import Mailbox
 from banaserve.kvstore.wire import PushBlocks
 
 
@@ -24,11 +24,13 @@ class _Block:
     """Block of a push.
 
     Attributes:
+        number: Position of the block in the offer.
         written: Number of layers that each part has written.
         told_bytes: Number of bytes, from the first on, that were reported to the link as final.
         is_by_layer: True if some layers were reported before others were written.
     """
 
+    number: int
     entry: IndexEntry
     written: list[int]
     told_bytes: int = 0
@@ -41,15 +43,25 @@ class _UnderWay:
 
     Attributes:
         layer_bytes: Size of a layer of a block, over all parts.
-        open: Blocks that are neither done nor failed, by their position in the offer.
         entries: Index entries of all blocks, pinned until the push is over.
+        open: Blocks that are neither done nor failed, by their serial.
     """
 
     push: Push
     link: PushLink
     layer_bytes: int
     entries: list[IndexEntry]
-    open: dict[int, _Block] = field(default_factory=dict)
+    open: dict[int, _Block]
+
+    def tell(self, blocks: Sequence[tuple[_Block, int]]) -> None:
+        """Report to the link that each block's bytes are final up to a number of bytes."""
+        ranges: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for block, end_byte in blocks:
+            if end_byte > block.told_bytes:
+                ranges[block.told_bytes, end_byte].append(block.number)
+                block.told_bytes = end_byte
+        for (first_byte, end_byte), numbers in ranges.items():
+            self.link.ready(self.push, numbers, first_byte, end_byte)
 
 
 class Pushing:
@@ -58,13 +70,6 @@ class Pushing:
     A block is pinned until its push is over, so that its slot is not rewritten while the slot is
     read for the peer. The peer may let a block be read only once the block is READY here.
 
-    Args:
-        connect: Function that returns a link to the store at a host and port, which puts finished
-            pushes into ``over``.
-        over: Mailbox into which the links put pushes that are over.
-        selector: Selector of the calling thread.
-        carved: Pool of the blocks.
-
     Attributes:
         num_blocks: Number of blocks offered to peers and then committed, whether or not the peer
             wanted them.
@@ -72,24 +77,17 @@ class Pushing:
             written.
     """
 
-    def __init__(
-        self,
-        connect: Callable[[tuple[str, int]], PushLink],
-        over: Mailbox[Push],
-        selector: selectors.BaseSelector,
-        carved: CarvedPool,
-    ) -> None:
+    def __init__(self, key: bytes, selector: selectors.BaseSelector, carved: CarvedPool) -> None:
         self.num_blocks = self.num_by_layer = 0
-        self._connect = connect
+        self._key = key
         self._links: dict[str, PushLink] = {}
         self._closing: list[threading.Thread] = []
-        self._over = over
+        self._over: Mailbox[Push] = Mailbox()
         self._selector = selector
         self._carved = carved
         self._ids = itertools.count()
         self._pushes: dict[Push, _UnderWay] = {}
-        self._writing: dict[int, list[tuple[_UnderWay, int]]] = defaultdict(list)
-        selector.register(over.fd, selectors.EVENT_READ, self._on_over)
+        selector.register(self._over.fd, selectors.EVENT_READ, self._on_over)
 
     @property
     def is_busy(self) -> bool:
@@ -113,7 +111,7 @@ class Pushing:
             self._closing[-1].start()
         for name, address in wanted.items():
             if name not in self._links:
-                self._links[name] = self._connect(address)
+                self._links[name] = PushLink(address, self._key, self._over)
 
     def _leave(self, link: PushLink, pushes: Sequence[Push]) -> None:
         """Close a link in a separate thread, then end its pushes, whose memory the link read."""
@@ -122,29 +120,32 @@ class Pushing:
             self._over.put(push)
 
     def begin(self, request: PushBlocks, keys: Sequence[bytes], fingerprint: Fingerprint) -> bool:
-        """Push the blocks of a prompt as their bytes become final.
+        """Push a prompt's blocks as their bytes become final; False if ``request.to`` is no peer.
 
-        Args:
-            request: Order of a client.
-            keys: Keys of ``request`` with their namespace, in the order of their chain, the first
-                without a parent. From the first key that is not in the index on, keys are left out.
-
-        Returns:
-            False if the store of the order is not a peer.
+        ``keys`` are those of ``request`` with their namespace. From the first key that is not in
+        the index on, keys are left out.
         """
         link = self._links.get(request.to)
         if link is None:
             return False
         entries: list[IndexEntry] = []
-        for key in keys:
-            entry = self._carved.index.get(key)
-            if entry is None:
+        for key in dict.fromkeys(keys):  # a block is open under its serial, so once only
+            if (entry := self._carved.index.get(key)) is None:
                 break
             entries.append(entry)
         for first in range(0, len(entries), MAX_KEYS):
             before = entries[first - 1].key if first else None
             some = entries[first : first + MAX_KEYS]
-            self._begin(link, some, before, request, fingerprint)
+            offer = OfferPush(
+                next(self._ids),
+                [entry.key for entry in some],
+                before,
+                self._carved.slot_bytes,
+                request.tenant,
+                request.hold,
+                request.num_readers,
+            )
+            self._begin(link, offer, some, fingerprint.page_bytes * fingerprint.num_parts)
         return True
 
     def end_hold(self, to: str, hold: int, reader: int | None) -> None:
@@ -153,56 +154,47 @@ class Pushing:
             link.end_hold(hold, reader)
 
     def _begin(
-        self,
-        link: PushLink,
-        entries: list[IndexEntry],
-        first_parent: bytes | None,
-        request: PushBlocks,
-        fingerprint: Fingerprint,
+        self, link: PushLink, offer: OfferPush, entries: list[IndexEntry], layer_bytes: int
     ) -> None:
-        offer = OfferPush(
-            next(self._ids),
-            [entry.key for entry in entries],
-            first_parent,
-            self._carved.slot_bytes,
-            request.tenant,
-            request.hold,
-            request.num_readers,
-        )
         push = Push(offer, [self._carved.bytes_of(entry) for entry in entries])
-        layer_bytes = fingerprint.page_bytes * fingerprint.num_parts
-        way = _UnderWay(push, link, layer_bytes, entries)
-        for number, entry in enumerate(entries):
+        blocks = {
+            entry.serial: _Block(number, entry, [0] * entry.num_parts)
+            for number, entry in enumerate(entries)
+        }
+        for entry in entries:
             self._carved.index.pin(entry)
-            way.open[number] = _Block(entry, [0] * entry.num_parts)
-            self._writing[entry.serial].append((way, number))
-        self._pushes[push] = way
+        self._pushes[push] = _UnderWay(push, link, layer_bytes, entries, blocks)
         link.begin(push)
 
     def written(self, serials: Sequence[int], part: int, num_layers: int) -> None:
         """Note that ``part`` of the first ``num_layers`` layers of these slots is written."""
-        ready: dict[_UnderWay, dict[tuple[int, int], list[int]]] = defaultdict(
-            lambda: defaultdict(list)
-        )
-        for serial in serials:
-            for way, number in self._writing.get(serial, ()):
-                block = way.open.get(number)
+        for way in self._pushes.values():
+            num_bytes = way.push.offer.num_bytes
+            final: list[tuple[_Block, int]] = []
+            for serial in serials:
+                block = way.open.get(serial)
                 if block is None or part >= len(block.written):
                     continue
                 block.written[part] = max(block.written[part], num_layers)
-                final = min(min(block.written) * way.layer_bytes, way.push.offer.num_bytes)
-                if final > block.told_bytes:
-                    ready[way][block.told_bytes, final].append(number)
-                    block.told_bytes = final
-                    block.is_by_layer |= final < way.push.offer.num_bytes
-        for way, ranges in ready.items():
-            _tell(way, ranges)
+                end_byte = min(min(block.written) * way.layer_bytes, num_bytes)
+                block.is_by_layer |= block.told_bytes < end_byte < num_bytes
+                final.append((block, end_byte))
+            way.tell(final)
 
     def look(self) -> None:
         """Report blocks committed or dropped since the last call; cheap if no push is under way."""
         for way in self._pushes.values():
-            if way.open:
-                self._look(way)
+            done = [block for block in way.open.values() if block.entry.ready]
+            failed = [block for block in way.open.values() if block.entry.dropped]
+            if not done and not failed:
+                continue
+            for block in (*done, *failed):
+                del way.open[block.entry.serial]
+            way.tell([(block, way.push.offer.num_bytes) for block in done])
+            numbers = [block.number for block in done], [block.number for block in failed]
+            way.link.end(way.push, *numbers, is_last=not way.open)
+            self.num_blocks += len(done)
+            self.num_by_layer += sum(block.is_by_layer for block in done)
 
     def close(self) -> None:
         """Abort all pushes and close the links."""
@@ -213,52 +205,11 @@ class Pushing:
             thread.join()
         self._over.close()
 
-    def check(self) -> None:
-        """Assert the invariants that hold between two calls."""
-        for way in self._pushes.values():
-            assert all(entry.num_pins for entry in way.entries)
-        pushed = {id(way) for way in self._pushes.values()}
-        for ways in self._writing.values():
-            assert ways
-            assert all(id(way) in pushed for way, _ in ways)
-
-    def _look(self, way: _UnderWay) -> None:
-        done = [number for number, block in way.open.items() if block.entry.ready]
-        failed = [number for number, block in way.open.items() if block.entry.dropped]
-        if not done and not failed:
-            return
-        ranges: dict[tuple[int, int], list[int]] = defaultdict(list)
-        self.num_by_layer += sum(way.open[number].is_by_layer for number in done)
-        for number in done:
-            told = way.open[number].told_bytes
-            ranges[told, way.push.offer.num_bytes].append(number)
-        for number in (*done, *failed):
-            self._forget(way, number)
-        _tell(way, ranges)
-        way.link.end(way.push, done, failed, is_last=not way.open)
-        self.num_blocks += len(done)
-
-    def _forget(self, way: _UnderWay, number: int) -> None:
-        serial = way.open.pop(number).entry.serial
-        left = [one for one in self._writing[serial] if one != (way, number)]
-        if left:
-            self._writing[serial] = left
-        else:
-            del self._writing[serial]
-
     def _on_over(self, _events: int) -> None:
         self._over.calm()
         for push in self._over.take():
             way = self._pushes.pop(push, None)
             if way is None:
                 continue  # reported by its link, and again by the thread that closed the link
-            for number in list(way.open):
-                self._forget(way, number)
             for entry in way.entries:
                 self._carved.index.unpin(entry)
-
-
-def _tell(way: _UnderWay, ranges: dict[tuple[int, int], list[int]]) -> None:
-    for (first_byte, end_byte), numbers in ranges.items():
-        if end_byte > first_byte:
-            way.link.ready(way.push, numbers, first_byte, end_byte)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from banaserve.base.errors import ProtocolError
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
-from banaserve.kvstore.daemon.tiering.promoter import MAX_PROMOTING_FRACTION, Promoter
+from banaserve.kvstore.daemon.tiering.promoter import Promoter
 from banaserve.kvstore.index.index import BlockIndex
 from banaserve.kvstore.index.records import HOLD_S, IndexEntry
 from banaserve.kvstore.peers.messages import OfferPush, PushRange
@@ -18,10 +18,8 @@ from banaserve.transport.interface import Tensor
 class Reception:
     """Reception of one push by the connection's thread; its blocks may not be read before it ends.
 
-    Args:
-        offer: Offer of the peer.
-        memory: Memory of each wanted block, by its position in the offer.
-        began_s: Time of the beginning on the clock of the store's thread, in seconds.
+    ``memory`` is that of each wanted block, by its position in the offer; ``began_s`` is a time of
+    the clock of the store's thread.
     """
 
     def __init__(self, offer: OfferPush, memory: dict[int, BlockBytes], began_s: float) -> None:
@@ -40,10 +38,7 @@ class Reception:
         return list(self._memory)
 
     def targets(self, message: PushRange, sizes: Sequence[int]) -> list[BlockBytes]:
-        """Return the memory for the bytes of a range.
-
-        Args:
-            sizes: Sizes of the message's tensors, in bytes.
+        """Return the memory for the bytes of a range, whose tensors have ``sizes`` in bytes.
 
         Raises:
             ProtocolError: The number of tensors is wrong, a block is not wanted, or this is not
@@ -59,11 +54,7 @@ class Reception:
         return [self._memory[number][first : first + size] for number, size in pairs]
 
     def received(self, message: PushRange, tensors: Sequence[Tensor]) -> None:
-        """Take in a range that has arrived and was checked.
-
-        Raises:
-            ProtocolError: The range is invalid, see ``targets``.
-        """
+        """Take in a range that has arrived and was checked; raises as ``targets`` does."""
         sizes = [tensor.data.size for tensor in tensors]
         for target, tensor in zip(self.targets(message, sizes), tensors, strict=True):
             if target.size and target.ctypes.data != tensor.data.ctypes.data:
@@ -98,15 +89,8 @@ class Receiving:
     """Pushes to this store under way. One thread calls all methods.
 
     A pushed block is treated like one that a tier loads: it may be leased, and is readable only
-    once its sender has committed it and all of its bytes have arrived.
-
-    Args:
-        carved: Pool of the blocks.
-        promoter: Promoter, which predicts for readers how long to wait.
-        clock: Monotonic clock, in seconds.
-
-    Attributes:
-        num_blocks: Number of blocks received.
+    once its sender has committed it and all of its bytes have arrived. Meanwhile ``promoter``
+    predicts for readers how long to wait.
     """
 
     def __init__(
@@ -146,15 +130,12 @@ class Receiving:
         return reception
 
     def _promoted(self, offer: OfferPush) -> list[tuple[int, IndexEntry]]:
-        index, parent, found = self._carved.index, offer.first_parent, []
+        parent, found = offer.first_parent, []
         if offer.num_bytes != self._carved.slot_bytes:
             return []
-        most = max(1, int(index.num_slots * MAX_PROMOTING_FRACTION))
         for number, key in enumerate(offer.keys):
-            if index.get(key) is None:
-                if index.num_promoting >= most:
-                    break
-                entry = index.promote(key, parent, offer.tenant)
+            if self._carved.index.get(key) is None:
+                entry = self._carved.promote(key, parent, offer.tenant)
                 if entry is None:
                     break
                 found.append((number, entry))

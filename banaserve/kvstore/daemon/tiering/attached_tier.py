@@ -24,7 +24,6 @@ from banaserve.kvstore.tiers.interface import (
     StoreTier,
     TierStats,
 )
-from banaserve.kvstore.tiers.registry import TierSpec, open_tier
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -49,25 +48,18 @@ class TierLoad:
     taken_s: float = 0.0
 
 
-def attach(spec: TierSpec) -> AttachedTier:
+def attach(name: str, open_tier: Callable[[], StoreTier]) -> AttachedTier:
     """Open and attach a tier; if opening fails, attach it out of service with the reason."""
     try:
-        return AttachedTier(spec.name, open_tier(spec))
+        return AttachedTier(name, open_tier())
     except Exception as error:
-        problem = str(error) if isinstance(error, UserError) else describe(error)
-        log.error("going on without the %s tier: %s", spec.name, problem)
-        return AttachedTier(spec.name, None, problem)
+        problem = str(error) if isinstance(error, UserError) else _describe(error)
+        log.error("going on without the %s tier: %s", name, problem)
+        return AttachedTier(name, None, problem)
 
 
-def describe(error: Exception) -> str:
-    """Return a description of an exception in one line."""
+def _describe(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def _of_length(number: int, states: list[Lookup]) -> list[Lookup]:
-    if len(states) != number:
-        raise ValueError(f"{len(states)} answers to {number} keys")
-    return states
 
 
 class AttachedTier:
@@ -81,16 +73,13 @@ class AttachedTier:
         loading: Loads that the tier has accepted, by ticket.
         storing: Blocks that the tier is writing, by ticket; pinned.
         backlog: Blocks still to be written to the tier, by serial, oldest first; not pinned.
-        queued_bytes: Bytes of ``waiting`` and ``loading``.
         last_load_s: Time at which a load last ended, in seconds.
         problem: Reason why the tier is out of service; empty while it serves.
         fd: File descriptor, readable when ``poll`` has something to return; -1 without a tier.
         is_faulty: True if the tier has raised and is still to be closed.
 
     Args:
-        name: Name of the tier, the label of its metrics.
-        tier: Opened tier; None if it could not be opened.
-        problem: Reason why it could not be opened.
+        tier: Opened tier; None if it could not be opened, with the reason in ``problem``.
         takes_blocks: True if blocks are to be written to the tier.
     """
 
@@ -106,7 +95,6 @@ class AttachedTier:
         self.loading: dict[int, TierLoad] = {}
         self.storing: dict[int, IndexEntry] = {}
         self.backlog: dict[int, IndexEntry] = {}
-        self.queued_bytes = 0
         self.last_load_s = 0.0
         self.is_faulty = False
         self._tier = tier
@@ -120,19 +108,28 @@ class AttachedTier:
         return self._tier is not None
 
     @property
+    def num_queued(self) -> int:
+        """Number of loads that have not ended."""
+        return len(self.waiting) + len(self.loading)
+
+    @property
     def is_busy(self) -> bool:
         """Return whether the tier is reading or writing slots."""
         return bool(self.loading or self.storing)
 
     def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
         """Return the tier's state of each key; MISS for all while out of service."""
-        misses = [Lookup.MISS] * len(keys)
-        if not keys:
-            return misses
-        return self._guarded(lambda tier: _of_length(len(keys), tier.lookup(keys)), misses)
+
+        def look(tier: StoreTier) -> list[Lookup]:
+            states = tier.lookup(keys)
+            if len(states) != len(keys):
+                raise ValueError(f"{len(states)} answers to {len(keys)} keys")
+            return states
+
+        return self._guarded(look, [Lookup.MISS] * len(keys)) if keys else []
 
     def submit_load(self, key: bytes, target: BlockBytes) -> int | None:
-        """Submit a load to the tier, see ``StoreTier.submit_load``; None while out of service."""
+        """Submit a load, see ``StoreTier.submit_load``; None while out of service."""
 
         def submit(tier: StoreTier) -> int | None:
             reach(FailPoint.SSD_READ)
@@ -141,7 +138,7 @@ class AttachedTier:
         return self._guarded(submit, None)
 
     def submit_store(self, block: BlockName, source: BlockBytes) -> int | None:
-        """Submit a store to the tier, see ``StoreTier.submit_store``; None while out of service."""
+        """Submit a store, see ``StoreTier.submit_store``; None while out of service."""
 
         def submit(tier: StoreTier) -> int | None:
             reach(FailPoint.SSD_WRITE)
@@ -168,7 +165,7 @@ class AttachedTier:
         stats = self._guarded(lambda tier: tier.stats(), None)
         return TierReport(
             stats=stats or TierStats(name=self.name, available=False, problem=self.problem),
-            promoting_slots=len(self.waiting) + len(self.loading),
+            promoting_slots=self.num_queued,
             backlog_blocks=len(self.backlog),
             **msgspec.structs.asdict(self.counters),
         )
@@ -187,9 +184,7 @@ class AttachedTier:
     def close_in_background(self, on_closed: Callable[[bool], None]) -> threading.Thread:
         """Close the tier for good, which takes until its last transfers have ended.
 
-        Args:
-            on_closed: Callback in the closing thread; its argument is True if the tier no longer
-                touches memory.
+        The closing thread calls ``on_closed``, with True if the tier no longer touches memory.
         """
         tier = self._tier or self._faulty
         assert tier is not None
@@ -209,10 +204,6 @@ class AttachedTier:
         thread.start()
         return thread
 
-    def oldest_load_s(self) -> float | None:
-        """Return when the tier accepted the oldest unfinished load; None if there is none."""
-        return min((load.taken_s for load in self.loading.values()), default=None)
-
     def give_up(self, problem: str) -> None:
         """Take the tier out of service, as if it had raised."""
         self.problem = problem
@@ -226,6 +217,6 @@ class AttachedTier:
         try:
             return call(self._tier)
         except Exception as error:
-            self.give_up(describe(error))
+            self.give_up(_describe(error))
             log.exception("going on without the %s tier: %s", self.name, self.problem)
             return otherwise

@@ -8,13 +8,11 @@ from itertools import takewhile
 
 from banaserve.kvstore.daemon.carved_pool import CarvedPool
 from banaserve.kvstore.daemon.tiering.attached_tier import AttachedTier, TierLoad
-from banaserve.kvstore.daemon.tiering.promotion_choice import TierOffer, choose
+from banaserve.kvstore.daemon.tiering.promotion_choice import choose
 from banaserve.kvstore.index.records import Grant, IndexEntry
 from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.tiers.interface import TierOutcome
 
-MAX_PROMOTING_FRACTION = 0.5
-"""Maximum fraction of the slots that tiers may fill at a time: the rest is left to writers."""
 MAX_LOADING_BYTES = 256 * 2**20
 """Maximum total size of the blocks that one tier reads at a time."""
 PROBE_AFTER_S = 10.0
@@ -25,13 +23,11 @@ _SHORTEST_WAIT_S = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class PromotionRequest:
-    """Request of an exchange to acquire blocks.
+    """Request of an exchange to acquire blocks, for ``owner``, charged to ``tenant``.
 
     Attributes:
         keys: Keys in the order of their chain, with their namespace as in the index.
         first_parent: Parent of the first key; None if it is not known.
-        owner: Owner of the lease.
-        tenant: Tenant to which the slots are charged.
         compute_block_s: Time to compute one block, in seconds; 0.0 if it is not known.
     """
 
@@ -44,15 +40,9 @@ class PromotionRequest:
 
 @dataclass(slots=True)
 class PromotionResult:
-    """Outcome of a ``PromotionRequest``.
+    """Outcome of a ``PromotionRequest``; see ``Exchanged`` for the numbers.
 
-    Attributes:
-        grant: Lease; None if there is nothing to lease.
-        wait_s: Predicted time until all leased blocks are readable, in seconds.
-        undecided: True if a tier is still asking a peer about the next key.
-        num_declined: Number of blocks left in tiers because computing them is predicted to be
-            cheaper.
-        num_unfetched: Number of blocks left in tiers because there was no slot for them.
+    ``grant`` is None if there is nothing to lease.
     """
 
     grant: Grant | None
@@ -63,13 +53,7 @@ class PromotionResult:
 
 
 class Promoter:
-    """Decisions on promotions, and their execution.
-
-    Args:
-        tiers: Tiers, fastest first.
-        carved: Pool of the blocks.
-        clock: Monotonic clock, in seconds.
-    """
+    """Decisions on promotions, and their execution; see ``Tiering`` for the arguments."""
 
     def __init__(
         self, tiers: Sequence[AttachedTier], carved: CarvedPool, clock: Callable[[], float]
@@ -81,17 +65,10 @@ class Promoter:
         self._loads: dict[int, tuple[AttachedTier, TierLoad]] = {}
         self._expected: dict[int, Callable[[float], float]] = {}
 
-    @property
-    def expects_any(self) -> bool:
-        """Return whether blocks are arriving that no tier loads, such as pushed ones."""
-        return bool(self._expected)
-
     def expect(self, entry: IndexEntry, left_s: Callable[[float], float] | None) -> None:
         """Note that the slot of ``entry`` is filled by a push, not by a tier.
 
-        Args:
-            left_s: Function that predicts the remaining seconds at a time of the clock; None if
-                the filling has ended.
+        ``left_s`` predicts the remaining seconds at a time of the clock; None ends the filling.
         """
         if left_s is None:
             self._expected.pop(entry.serial, None)
@@ -103,19 +80,14 @@ class Promoter:
         found = self._loads.get(entry.serial)
         return found and found[0]
 
-    def promote(self, grant: Grant | None, request: PromotionRequest) -> PromotionResult:
-        """Extend a lease by the blocks after it that are in memory or worth fetching.
-
-        Args:
-            grant: Lease of the prefix of the keys that is in memory; None if that is empty.
-            request: Keys to acquire and their conditions.
-        """
-        result = PromotionResult(grant)
+    def promote(self, request: PromotionRequest) -> PromotionResult:
+        """Lease the prefix of the keys that is in memory, or in tiers and worth fetching."""
+        result = PromotionResult(self._carved.index.acquire(request.keys, request.owner))
         at = 0
-        if grant is not None:
-            at = len(grant.entries)
-            self._join(result, grant.entries)
-        while at < len(request.keys):
+        if result.grant is not None:
+            at = len(result.grant.entries)
+            self._join(result, result.grant.entries)
+        while self._tiers and at < len(request.keys):
             found = self._carved.index.find(request.keys[at:])
             if found:
                 self._lease(result, request, found)
@@ -167,7 +139,6 @@ class Promoter:
         if load.predicted_s:
             tier.counters.predicted_fetch_s += load.predicted_s
             tier.counters.measured_fetch_s += seconds
-        tier.queued_bytes -= self._carved.slot_bytes
         self._carved.index.end_promotion(load.entry, filled=True)
         del self._loads[load.entry.serial]
 
@@ -179,15 +150,12 @@ class Promoter:
             tier.counters.promotion_failures += 1
             self._carved.index.drop(load.entry)
             del self._loads[load.entry.serial]
-        tier.queued_bytes = 0
 
     def cancel_waiting(self) -> None:
         """Give up every promotion that no tier has accepted yet."""
         for tier in self._tiers:
             while tier.waiting:
-                load = tier.waiting.popleft()
-                tier.queued_bytes -= self._carved.slot_bytes
-                self._give_up(load.entry)
+                self._give_up(tier.waiting.popleft().entry)
 
     def _join(self, result: PromotionResult, entries: Sequence[IndexEntry]) -> None:
         coming = [entry for entry in entries if not entry.ready]
@@ -220,12 +188,18 @@ class Promoter:
         if not sources:
             result.undecided = undecided
             return 0
-        offers = [TierOffer(tier.speed, tier.queued_bytes) for tier in self._tiers]
+        slot_bytes = self._carved.slot_bytes
         num_chosen = choose(
-            sources, offers, self._carved.slot_bytes, request.compute_block_s, result.wait_s
+            sources,
+            [(tier.speed, tier.num_queued * slot_bytes) for tier in self._tiers],
+            slot_bytes,
+            request.compute_block_s,
+            result.wait_s,
         )
-        promoted = self._start(request, at, sources[:num_chosen], result)
-        self._wait_for(result, promoted)
+        promoted = self._start(request, at, sources[:num_chosen])
+        if promoted:
+            self._lease(result, request, promoted)
+            self._wait_for(result, promoted)
         result.num_unfetched = num_chosen - len(promoted)
         if num_chosen < len(sources):
             result.num_declined = len(sources) - num_chosen
@@ -251,33 +225,23 @@ class Promoter:
         return run, len(run) in undecided
 
     def _start(
-        self,
-        request: PromotionRequest,
-        at: int,
-        sources: Sequence[int],
-        result: PromotionResult | None,
+        self, request: PromotionRequest, at: int, sources: Sequence[int]
     ) -> list[IndexEntry]:
         """Begin to fetch the keys from ``at`` on, as long as slots are available."""
-        index = self._carved.index
-        max_promoting = max(1, int(index.num_slots * MAX_PROMOTING_FRACTION))
         started: list[IndexEntry] = []
         for number, source in enumerate(sources, at):
             parent = request.keys[number - 1] if number else request.first_parent
-            if index.num_promoting >= max_promoting:
-                break
-            entry = index.promote(request.keys[number], parent, request.tenant)
+            entry = self._carved.promote(request.keys[number], parent, request.tenant)
             if entry is None:
                 break
             self._enqueue(self._tiers[source], entry)
             started.append(entry)
-            if result is not None:
-                self._lease(result, request, [entry])
         return started
 
     def _enqueue(self, tier: AttachedTier, entry: IndexEntry) -> None:
-        tier.queued_bytes += self._carved.slot_bytes
-        predicted_s = tier.speed.predict_s(tier.queued_bytes)
-        load = TierLoad(entry, self._clock(), tier.queued_bytes, predicted_s)
+        queued_bytes = (tier.num_queued + 1) * self._carved.slot_bytes
+        predicted_s = tier.speed.predict_s(queued_bytes)
+        load = TierLoad(entry, self._clock(), queued_bytes, predicted_s)
         tier.waiting.append(load)
         self._loads[entry.serial] = (tier, load)
 
@@ -285,13 +249,12 @@ class Promoter:
         for source in sources:
             self._tiers[source].counters.declined += 1
         tier = self._tiers[sources[0]]
-        if not tier.queued_bytes and self._clock() - tier.last_load_s > PROBE_AFTER_S:
-            self._start(request, at, sources[:1], None)
+        if not tier.num_queued and self._clock() - tier.last_load_s > PROBE_AFTER_S:
+            self._start(request, at, sources[:1])
 
     def _fail(self, tier: AttachedTier, load: TierLoad) -> None:
         """Queue a failed load in a tier below ``tier`` that has its block, or give it up."""
         tier.counters.promotion_failures += 1
-        tier.queued_bytes -= self._carved.slot_bytes
         entry = load.entry
         for other in self._tiers[self._tiers.index(tier) + 1 :]:
             if other.lookup([entry.key]) == [Lookup.HIT]:

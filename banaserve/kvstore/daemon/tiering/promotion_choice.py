@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 _DECAY = 0.95
 """Factor on the weight of older samples at each new sample: it is halved after 14 samples."""
@@ -26,11 +25,6 @@ class TierSpeed:
         self._bytes_bytes = 0.0
         self._bytes_seconds = 0.0
 
-    @property
-    def is_known(self) -> bool:
-        """Return whether any load has been learnt from."""
-        return self._weight > 0
-
     def learn(self, queued_bytes: int, seconds: float) -> None:
         """Learn from a load: its duration, and the bytes queued at its start, its own included."""
         self._weight = _DECAY * self._weight + 1
@@ -45,7 +39,7 @@ class TierSpeed:
         return latency_s + byte_s * queued_bytes
 
     def _fit(self) -> tuple[float, float]:
-        if not self.is_known:
+        if not self._weight:
             return 0.0, 0.0
         mean_bytes, mean_s = self._bytes / self._weight, self._seconds / self._weight
         variance = self._bytes_bytes / self._weight - mean_bytes**2
@@ -57,21 +51,9 @@ class TierSpeed:
         return 0.0, mean_s / mean_bytes
 
 
-class TierOffer(NamedTuple):
-    """State of a tier at the moment of a decision.
-
-    Attributes:
-        speed: Speed of the tier's loads.
-        queued_bytes: Bytes of loads that the tier has not finished.
-    """
-
-    speed: TierSpeed
-    queued_bytes: int
-
-
 def choose(
     sources: Sequence[int],
-    offers: Sequence[TierOffer],
+    tiers: Sequence[tuple[TierSpeed, int]],
     block_bytes: int,
     compute_block_s: float,
     wait_s: float = 0.0,
@@ -82,18 +64,18 @@ def choose(
     tiers work in parallel. All are fetched if ``compute_block_s`` is 0.0, which means unknown.
 
     Args:
-        sources: Index in ``offers`` of the source tier of each block of the run.
-        offers: Tiers.
+        sources: Index in ``tiers`` of the source tier of each block of the run.
+        tiers: Speed of each tier's loads, and bytes of the loads that the tier has not finished.
         block_bytes: Size of each block.
         compute_block_s: Time to compute one block, in seconds.
         wait_s: Time that the client waits anyway for blocks before the run, in seconds.
     """
-    queued = [offer.queued_bytes for offer in offers]
+    queued = [queued_bytes for _, queued_bytes in tiers]
     best, best_saving_s = 0, 0.0
     fetch_s = wait_s
     for number, source in enumerate(sources, 1):
         queued[source] += block_bytes
-        fetch_s = max(fetch_s, offers[source].speed.predict_s(queued[source]))
+        fetch_s = max(fetch_s, tiers[source][0].predict_s(queued[source]))
         saving_s = number * compute_block_s - (fetch_s - wait_s)
         if saving_s > best_saving_s or not compute_block_s:
             best, best_saving_s = number, saving_s

@@ -16,8 +16,8 @@ from banaserve.kvstore.daemon.tiering.attached_tier import AttachedTier
 from banaserve.kvstore.daemon.tiering.promoter import Promoter
 from banaserve.kvstore.index.records import IndexEntry
 from banaserve.kvstore.leases import Lookup
-from banaserve.kvstore.mailbox import Mailbox
 from banaserve.kvstore.tiers.interface import BlockName, TierOutcome
+from banaserve.kvstore.tiers.mailbox import Mailbox
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +45,6 @@ class Tiering:
         selector: Selector for the tiers' file descriptors; the data of its keys are functions that
             take the event mask.
         clock: Monotonic clock, in seconds.
-
-    Attributes:
-        tiers: Tiers, fastest first.
-        promoter: Promoter of blocks into the pool.
     """
 
     def __init__(
@@ -63,6 +59,7 @@ class Tiering:
         self._clock = clock
         self._selector = selector
         self._carved = carved
+        carved.on_ready, carved.on_gone = self._write_later, self._forget
         self._num_closing = 0
         self._note_at_s = clock() + NOTE_EVERY_S
         self._closed: Mailbox[tuple[AttachedTier, bool]] = Mailbox()
@@ -84,8 +81,8 @@ class Tiering:
             for tier in self.tiers
         )
 
-    def became_ready(self, entry: IndexEntry) -> None:
-        """Queue a block for every tier except the one that it was read from."""
+    def _write_later(self, entry: IndexEntry) -> None:
+        """Queue a readable block for every tier except the one that it was read from."""
         source = self.promoter.source_of(entry)
         for tier in self.tiers:
             if tier is source or not tier.is_open or not tier.takes_blocks:
@@ -94,7 +91,7 @@ class Tiering:
             if len(tier.backlog) > MAX_BACKLOG_BLOCKS:
                 tier.forget(next(iter(tier.backlog)))
 
-    def left_memory(self, entry: IndexEntry) -> None:
+    def _forget(self, entry: IndexEntry) -> None:
         """Remove a block whose bytes are gone from the backlogs."""
         for tier in self.tiers:
             tier.forget(entry.serial)
@@ -199,7 +196,6 @@ class Tiering:
         return False
 
     def _end_store(self, tier: AttachedTier, entry: IndexEntry, outcome: TierOutcome) -> None:
-        """Finish a write that has ended and was removed from ``tier.storing``."""
         if outcome is TierOutcome.DONE:
             tier.counters.demoted += 1
         else:
@@ -207,8 +203,8 @@ class Tiering:
         self._carved.index.unpin(entry)
 
     def _watch(self, tier: AttachedTier, now_s: float) -> None:
-        oldest_s = tier.oldest_load_s()
-        if tier.is_open and oldest_s is not None and now_s - oldest_s > HUNG_AFTER_S:
+        is_hung = any(now_s - load.taken_s > HUNG_AFTER_S for load in tier.loading.values())
+        if tier.is_open and is_hung:
             tier.give_up(f"a load has not ended in {HUNG_AFTER_S:g} s")
             log.error("going on without the %s tier: %s", tier.name, tier.problem)
             self._desert(tier)

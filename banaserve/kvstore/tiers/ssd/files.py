@@ -1,4 +1,4 @@
-"""Files of blocks within a budget of bytes: writing, reading, reuse and deletion."""
+"""Files of blocks within a budget of bytes: writing, reading, reuse and deletion, in threads."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import errno
 import logging
 import mmap
 import os
+import select
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from banaserve.kvstore.tiers.chains import ChainedBlock
 from banaserve.kvstore.tiers.interface import BlockBytes, TierOutcome
+from banaserve.kvstore.tiers.mailbox import Mailbox
 from banaserve.kvstore.tiers.ssd.folder import TEMPORARY, Folder, block_name, describe
 from banaserve.kvstore.tiers.ssd.record import (
     PAGE_BYTES,
@@ -24,21 +28,72 @@ from banaserve.kvstore.tiers.ssd.record import (
     padded,
     record_bytes,
 )
-from banaserve.kvstore.tiers.ssd.workers import Workers
 
 RETRY_S = 5.0
 # Maximum number of deletions in a call: the files of one call may exceed the budget for a moment.
 MAX_DELETIONS = 16
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Workers:
+    """Threads that make calls, ``num_threads`` at a time; ``poll`` makes the callbacks.
+
+    ``fd`` is readable when ``poll`` may have something to do.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="ssd")
+        self._ended: Mailbox[Callable[[], None]] = Mailbox()
+        self.fd = self._ended.fd
+        self._num_under_way = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether no call is under way."""
+        return not self._num_under_way
+
+    def submit(self, call: Callable[[], T], then: Callable[[T | OSError], None]) -> None:
+        """Make ``call``; ``then`` gets its result, or the OSError that it raised.
+
+        Any other exception of ``call`` is raised by ``poll``.
+        """
+        self._num_under_way += 1
+        self._threads.submit(call).add_done_callback(
+            lambda future: self._ended.put(partial(_tell, then, future))
+        )
+
+    def wake(self) -> None:
+        """Make ``fd`` readable, so that ``poll`` is called again."""
+        self._ended.knock()
+
+    def poll(self) -> None:
+        """Make the callbacks of all calls that have ended."""
+        self._ended.calm()
+        callbacks = self._ended.take()
+        self._num_under_way -= len(callbacks)
+        for callback in callbacks:
+            callback()
+
+    def finish(self) -> None:
+        """Wait for all calls, make their callbacks, and stop. Blocks."""
+        while not self.is_idle:
+            select.select([self.fd], [], [])
+            self.poll()
+        self._threads.shutdown()
+        self._ended.close()
+
+
+def _tell(then: Callable[[T | OSError], None], future: Future[T]) -> None:
+    try:
+        result: T | OSError = future.result()
+    except OSError as error:
+        result = error
+    then(result)
 
 
 class DiskBlock(ChainedBlock):
-    """Block with a file.
-
-    Attributes:
-        sequence: Number of the store of the block.
-        ready: False while the file is being written.
-    """
+    """Block with a file, which is the ``sequence``-th of its folder and complete once ``ready``."""
 
     __slots__ = ("checksum", "num_bytes", "ready", "sequence")
 
@@ -68,12 +123,6 @@ class BlockFiles:
     A block is written under a temporary name and renamed. Files of forgotten blocks are written
     over if they have the right size: on ext4 that takes half the time of new files, whose space
     must be allocated and the old one's given back.
-
-    Args:
-        folder: Folder of the files.
-        workers: Threads for calls that block.
-        capacity_bytes: Budget: maximum total size of the files.
-        now: Monotonic clock, in seconds.
 
     Attributes:
         used_bytes: Total size of the files, with those of forgotten blocks.
@@ -130,10 +179,7 @@ class BlockFiles:
     ) -> None:
         """Write the file of a block, for which there must be room; set the block's checksum.
 
-        Args:
-            block: Block to write.
-            source: Bytes of the block, unchanged until the end.
-            then: Function that gets the error, if any: then there is no file.
+        ``source`` must not change before ``then`` gets None, or the error: then there is no file.
         """
         path, num_bytes, old = self.path(block), block.file_bytes, None
         if self._dead and self._dead[0].num_bytes == num_bytes:
@@ -176,7 +222,7 @@ class BlockFiles:
             else:
                 then(TierOutcome.DONE if result == block.checksum else TierOutcome.CORRUPT)
 
-        self._workers.submit(lambda: _read_file(path, target), end)
+        self._workers.submit(lambda: read_file(path, target), end)
 
     def tidy(self) -> None:
         """Delete files of forgotten blocks, a few at a time."""
@@ -262,7 +308,7 @@ def _write_file(path: str, old: str | None, header: RecordHeader, source: BlockB
     return direct
 
 
-def _read_file(path: str, target: BlockBytes) -> int | None:
+def read_file(path: str, target: BlockBytes) -> int | None:
     """Read a block from a file; return the checksum, or None if the file has another size.
 
     Raises:
@@ -293,11 +339,7 @@ def _parts(block: BlockBytes) -> tuple[list[memoryview], BlockBytes]:
 
 
 def _open_direct(path: str, flags: int) -> tuple[int, bool]:
-    """Open a file; return its descriptor, and whether it is open for direct I/O.
-
-    Raises:
-        OSError: The file cannot be opened, or is a link.
-    """
+    """Open a file that is no link; return its descriptor, and whether it is open for direct I/O."""
     flags |= os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         return os.open(path, flags | os.O_DIRECT, 0o600), True

@@ -137,22 +137,8 @@ class Folder:
         temporary.rename(self.path / name)
 
 
-def check_usable(path: Path) -> None:
-    """Check that a store can keep blocks in ``path``, which is created if it does not exist.
-
-    Raises:
-        UserError: The folder cannot be used, see ``Folder``.
-    """
-    Folder(path).close()
-
-
 def check_format(path: Path) -> None:
-    """Check that ``path`` is an SSD tier's folder of this version.
-
-    Raises:
-        UserError: It is not.
-        OSError: The format file cannot be read.
-    """
+    """Check that ``path`` is an SSD tier's folder of this version; raise UserError if it is not."""
     with open(path / _FORMAT, "rb") as file:
         match = _FORMAT_LINE.fullmatch(file.read(64))
     if match is None:
@@ -182,11 +168,7 @@ def read_cleared(path: Path) -> int:
 
 
 def is_in_use(path: Path) -> bool:
-    """Return whether a store has the folder open.
-
-    Raises:
-        OSError: The lock file cannot be read.
-    """
+    """Return whether a store has the folder open."""
     fd = os.open(path / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -198,13 +180,7 @@ def is_in_use(path: Path) -> bool:
 
 
 class BlockFile(NamedTuple):
-    """File among the blocks, by its name.
-
-    Attributes:
-        path: Path of the file.
-        key: Key of the block; empty for a file that was not finished.
-        sequence: Sequence of the block; 0 for a file that was not finished.
-    """
+    """File among the blocks, by its name; key and sequence of an unfinished one are empty and 0."""
 
     path: str
     key: bytes
@@ -218,11 +194,7 @@ def block_name(key: bytes, sequence: int) -> str:
 
 
 def block_files(path: Path) -> Iterator[BlockFile]:
-    """Yield the files of blocks in a tier's folder; files with other names are left out.
-
-    Raises:
-        OSError: A folder cannot be read.
-    """
+    """Yield the files of blocks in a tier's folder; files with other names are left out."""
     for number in range(_NUM_FOLDERS):
         for entry in os.scandir(path / _BLOCKS / f"{number:02x}"):
             if (match := _BLOCK.fullmatch(entry.name)) is None:

@@ -19,11 +19,10 @@ from banaserve.kvstore.tiers.interface import (
     TierOutcome,
     TierStats,
 )
-from banaserve.kvstore.tiers.ssd.files import BlockFiles, DiskBlock
+from banaserve.kvstore.tiers.ssd.files import BlockFiles, DiskBlock, Workers
 from banaserve.kvstore.tiers.ssd.folder import Folder, describe
 from banaserve.kvstore.tiers.ssd.record import MAX_BLOCK_BYTES, PAGE_BYTES, record_bytes
 from banaserve.kvstore.tiers.ssd.scan import Recovered, recover
-from banaserve.kvstore.tiers.ssd.workers import Workers
 
 DEFAULT_QUEUE_DEPTH = 16
 MIN_CAPACITY_BYTES = 64 * PAGE_BYTES
@@ -44,7 +43,6 @@ class SsdTier:
         capacity_bytes: Budget: maximum total size of the files.
         queue_depth: Maximum number of loads and stores at a time; stores get at most three
             quarters of it.
-        now: Monotonic clock, in seconds.
 
     Raises:
         UserError: The folder cannot be used, or an argument is invalid; one line says why.
@@ -240,37 +238,25 @@ class SsdTier:
             self._files.drop(block)
 
     def _end_store(self, ticket: int, error: OSError | None) -> None:
-        block = self._stores.pop(ticket)
-        num_stored, outcome = 0, TierOutcome.FAILED
+        block, outcome = self._stores.pop(ticket), TierOutcome.FAILED
         if error is None:
-            num_stored, outcome = block.num_bytes, TierOutcome.DONE
+            outcome = TierOutcome.DONE
             block.ready = True
             self._blocks.touch(block)
-            self._counters.stores += 1
-            self._counters.stored_bytes += num_stored
             self._files.clear_problem()
         else:
-            self._counters.failures += 1
             self._blocks.remove(block)
             self._files.report(error)
         self._blocks.end_use(block)
-        self._counters.store_speed.end(self._now(), num_stored)
+        self._counters.end_store(self._now(), block.num_bytes, outcome)
         self._ended.append(Completion(ticket, outcome))
 
     def _end_load(self, ticket: int, outcome: TierOutcome) -> None:
-        block, num_loaded = self._loads.pop(ticket), 0
-        if outcome is TierOutcome.DONE:
-            num_loaded = block.num_bytes
-            self._counters.loads += 1
-            self._counters.loaded_bytes += num_loaded
-        elif outcome is TierOutcome.CORRUPT:
-            self._counters.corrupt += 1
-            if self._blocks.get(block.key) is block:
-                self._forget(block)
-        else:
-            self._counters.failures += 1
+        block = self._loads.pop(ticket)
+        if outcome is TierOutcome.CORRUPT and self._blocks.get(block.key) is block:
+            self._forget(block)
         self._end_use(block)
-        self._counters.load_speed.end(self._now(), num_loaded)
+        self._counters.end_load(self._now(), block.num_bytes, outcome)
         self._ended.append(Completion(ticket, outcome))
 
     def _report_if_error(self, result: object) -> None:

@@ -3,7 +3,7 @@
 All are linear in known work, and each is one ``LearntTime``, a value: a measurement gives a new
 one. What differs is the work, ``StepWork`` of a step and the bytes of a transfer.
 
-The store has predictors of its own, ``kvstore/gate/cost_gate.py`` and ``TierSpeed`` of its tiers:
+The store has predictors of its own, ``kvstore/client/cost_gate.py`` and ``TierSpeed`` of its tiers:
 they begin without an estimate, and one delayed sample must not decide what is fetched next, so they
 fit a window or decayed sums of samples, which a Kalman filter does not keep.
 """

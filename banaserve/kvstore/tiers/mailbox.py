@@ -11,11 +11,7 @@ T = TypeVar("T")
 
 
 class Mailbox(Generic[T]):
-    """Queue from one thread to another, for which a selector can wait.
-
-    Attributes:
-        fd: File descriptor that is readable when the queue may hold items.
-    """
+    """Queue from one thread to another. ``fd`` is readable when the queue may hold items."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

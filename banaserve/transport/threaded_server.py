@@ -28,11 +28,10 @@ once."""
 
 
 class ConnectionPlaces:
-    """Connections of a service. Thread-safe.
+    """Connections of a service. Thread-safe. When all places are taken, a new one is refused.
 
     Args:
-        num_places: Maximum number of connections; when all places are taken, a new connection is
-            refused.
+        num_places: Maximum number of connections.
         num_strangers: Maximum number of unauthenticated connections among these. When it is
             reached, or all places are taken, the oldest unauthenticated connection of the address
             with the most of them is ended for a new one. None if no connection is ever ended for a
@@ -48,8 +47,7 @@ class ConnectionPlaces:
     def take(self, sock: socket.socket, peer: Hashable = None) -> bool:
         """Give ``sock`` a place, perhaps by ending another connection; return whether it has one.
 
-        Args:
-            peer: Address of the peer as returned by ``accept``; a /64 of IPv6 counts as one.
+        ``peer`` is its address as returned by ``accept``; a /64 of IPv6 counts as one.
         """
         address = address_of(peer)
         with self._lock:
@@ -93,14 +91,10 @@ class ConnectionPlaces:
 
 
 class Service:
-    """Service that accepts connections until ``close``.
+    """Service that accepts connections until ``close``. It closes all sockets.
 
-    Args:
-        name: Name of the threads.
-        listener: Listening socket, which the service closes.
-        serve: Function that serves one peer until the peer closes; the service closes the socket.
-            An exception ends only that connection.
-        places: Places of the connections; None for ``MAX_CONNECTIONS`` places.
+    ``serve`` serves one peer, in a thread, until the peer closes; an exception ends only that
+    connection.
     """
 
     def __init__(
@@ -176,11 +170,7 @@ def listen_unix(folder: str, name: str) -> tuple[socket.socket, Path]:
 
 
 def listen_tcp(host: str, port: int = 0) -> socket.socket:
-    """Listen on a port of ``host``, 0 for a free one.
-
-    Raises:
-        RefusedError: The address is not available.
-    """
+    """Listen on a port of ``host``, 0 for a free one; raise RefusedError if that fails."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)

@@ -1,4 +1,0 @@
-"""Cost gate: how many blocks of a prefix to fetch instead of computing them. Pure.
-
-In engine cores. Entry: ``cost_gate.CostGate``.
-"""
