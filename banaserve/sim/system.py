@@ -156,9 +156,7 @@ def following(
         migration_options={"profile": profile, "routing": SLO_AWARE, **limits_s, **options},
         history_s=_HISTORY_S,
         control_s=ELASTIC_INTERVAL_S,
-        control_limits=replace(
-            system.control_limits, concurrent=ANY_NUMBER, per_minute=ANY_NUMBER
-        ),
+        control_limits=replace(system.control_limits, concurrent=ANY_NUMBER, per_minute=ANY_NUMBER),
         attention_fraction=None,
         rebalances=True,
     )
