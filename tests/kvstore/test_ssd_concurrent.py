@@ -11,7 +11,10 @@ import pytest
 
 from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.tiers.interface import BlockBytes, BlockName, Completion, TierOutcome
+from banaserve.kvstore.tiers.ssd import scan
 from banaserve.kvstore.tiers.ssd.files import aligned_bytes
+from banaserve.kvstore.tiers.ssd.folder import BlockFile
+from banaserve.kvstore.tiers.ssd.record import RecordHeader
 from banaserve.kvstore.tiers.ssd.scan import check_folder
 from banaserve.kvstore.tiers.ssd.tier import SsdTier
 from depth import seeds
@@ -122,3 +125,24 @@ def test_many_at_a_time(seed: int, tmp_path: Path) -> None:
     report = check_folder(tmp_path)
     assert report.is_clean, report.problems
     assert report.num_ok >= stats.num_blocks or traffic.outlived_clear
+
+
+def test_a_check_reads_blocks_that_a_store_deletes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = SsdTier(tmp_path, CAPACITY_BYTES, queue_depth=QUEUE_DEPTH)
+    traffic = Traffic(tier, 0)
+    for number in (1, 2):
+        traffic.store(number)
+    traffic.finish()
+    tier.close()
+    read_header = scan._read_header
+
+    def then_deleted(fd: int, file: BlockFile) -> RecordHeader | None:
+        Path(file.path).unlink()
+        return read_header(fd, file)
+
+    monkeypatch.setattr(scan, "_read_header", then_deleted)
+    report = check_folder(tmp_path)
+    assert (report.num_files, report.num_ok) == (2, 2)
+    assert not list(tmp_path.rglob("*.block"))

@@ -174,6 +174,11 @@ class RemoteContext(RemoteAttention):
             "num_tokens": batch.range_end,
         }
 
+    def collect_parts(self, query: torch.Tensor) -> list[torch.Tensor]:
+        """Return the output for ``query``, in float32, and its log-sum-exp."""
+        wanted = query.float()  # made only now: until the answer comes, nothing needs its memory
+        return self.collect(wanted, wanted[..., 0])
+
 
 class ContextAttention(SplitAttention):
     """Attention over split sequences: host and guest attend over their blocks; results are merged.
@@ -217,8 +222,7 @@ class ContextAttention(SplitAttention):
         assert plan is not None
         asking = step.query[plan.rows]
         submit = functools.partial(remote.submit, self._name, asking)
-        wanted = asking.float()
-        collect = functools.partial(remote.collect, wanted, wanted[..., 0])
+        collect = functools.partial(remote.collect_parts, asking)
         asked = GuestQuestions([GuestQuestion(remote.link, submit, collect)])
         if plan.others is not None:
             rows = plan.other_rows

@@ -85,7 +85,9 @@ class GuestQuestions(Generic[T]):
 
 
 class RunAttention(messages.Run, frozen=True, tag=True):
-    """Request for one step of the attention ``name``; the first tensor has the queries.
+    """Request for one step of the attention ``name``.
+
+    The first tensor has the queries; of heads, key and value follow.
 
     Attributes:
         step_id: Id of the step; ``step`` is None if the unit has this step's description already.
@@ -100,7 +102,8 @@ class RunAttention(messages.Run, frozen=True, tag=True):
 class RemoteAttention:
     """Steps of the attentions of one unit in one guest.
 
-    Each kind of unit has its own ``submit``; both raise ``GuestLostError`` if the guest is lost.
+    Each kind of unit has its own ``_description``; ``submit`` and ``collect`` raise
+    ``GuestLostError`` if the guest is lost.
     """
 
     def __init__(self, residence: UnitLocation, step_context: StepContext) -> None:

@@ -169,6 +169,8 @@ class Pushing:
     def written(self, serials: Sequence[int], part: int, num_layers: int) -> None:
         """Note that ``part`` of the first ``num_layers`` layers of these slots is written."""
         for way in self._pushes.values():
+            if not way.open:
+                continue  # all is sent, but not acknowledged yet
             num_bytes = way.push.offer.num_bytes
             final: list[tuple[_Block, int]] = []
             for serial in serials:

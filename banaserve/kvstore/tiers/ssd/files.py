@@ -316,11 +316,16 @@ def read_file(path: str, target: BlockBytes) -> int | None:
     """
     fd, _ = _open_direct(path, os.O_RDONLY)
     try:
-        parts, odd = _parts(target)
-        if os.preadv(fd, parts, PAGE_BYTES) != padded(target.nbytes):
-            return None
+        return read_open_file(fd, target)
     finally:
         os.close(fd)
+
+
+def read_open_file(fd: int, target: BlockBytes) -> int | None:
+    """Read a block as ``read_file`` does, from a file that is open."""
+    parts, odd = _parts(target)
+    if os.preadv(fd, parts, PAGE_BYTES) != padded(target.nbytes):
+        return None
     target[target.nbytes - odd.nbytes :] = odd
     return checksum(target)
 

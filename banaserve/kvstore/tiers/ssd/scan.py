@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from banaserve.base.errors import UserError
-from banaserve.kvstore.tiers.ssd.files import DeadFile, DiskBlock, aligned_bytes, read_file
+from banaserve.kvstore.tiers.ssd.files import DeadFile, DiskBlock, aligned_bytes, read_open_file
 from banaserve.kvstore.tiers.ssd.folder import (
     BlockFile,
     Folder,
@@ -222,7 +222,8 @@ def _is_good(fd: int, file: BlockFile) -> bool:
     header = _read_header(fd, file)
     if header is None:
         return False
-    return read_file(file.path, aligned_bytes(header.num_bytes)) == header.checksum
+    # Not opened again by its path: a store that evicts may have deleted or renamed the file.
+    return read_open_file(fd, aligned_bytes(header.num_bytes)) == header.checksum
 
 
 def _note(report: CheckReport, word: str, file: BlockFile) -> None:
