@@ -69,12 +69,14 @@ class ServerApi:
 
     Attributes:
         bad_key, no_answer: Messages on a refused key, and on a server that cannot be reached.
+        key_codes: Statuses of an answer that refuses the key.
 
     Raises:
         UserError: The certificate cannot be read.
     """
 
     bad_key = "the server refuses the admin key: give its --admin-key"
+    key_codes: tuple[HTTPStatus, ...] = (HTTPStatus.UNAUTHORIZED,)
     no_answer = "no banaserve answers at {url}: {reason}"
 
     def __init__(self, url: str, key: str, certificate: str = "", is_own: bool = False) -> None:
@@ -108,11 +110,11 @@ class ServerApi:
             raise UserError(self.no_answer.format(url=self.url, reason=reason)) from None
 
     def _refusal(self, refused: urllib.error.HTTPError) -> str:
-        if refused.code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+        if refused.code in self.key_codes:
             return self.bad_key
         try:
             return msgspec.json.decode(refused.read(), type=_ErrorBody).error.message
-        except (msgspec.DecodeError, OSError, http.client.HTTPException):
+        except (ValueError, OSError, http.client.HTTPException):
             return f"the server answers {refused.code} {refused.reason}"
 
 

@@ -38,6 +38,9 @@ class Model(BaseHTTPRequestHandler):
         if body.get("max_tokens") == 0:
             self._answer(400, json.dumps({"error": {"message": "max_tokens is 0"}}).encode())
             return
+        if body.get("max_tokens") == 1:
+            self._answer(400, b'{"error": {"message": "\xff"}}')
+            return
         words = body["messages"][-1]["content"].split()[::-1]
         texts = [words[0], *(f" {word}" for word in words[1:])]
         events = [{"choices": [{"delta": {"content": text}}]} for text in texts]
@@ -97,6 +100,8 @@ def test_what_cannot_be_is_one_line(url: str, capsys: pytest.CaptureFixture[str]
     assert "refuses the API key" in capsys.readouterr().err
     assert main(["chat", "x", "--url", url, "--api-key", KEY, "--max-tokens", "0"]) == 2
     assert capsys.readouterr().err == "banaserve: max_tokens is 0\n"
+    assert main(["chat", "x", "--url", url, "--api-key", KEY, "--max-tokens", "1"]) == 2
+    assert capsys.readouterr().err == "banaserve: the server answers 400 Bad Request\n"
     assert main(["chat", "x", "--url", "http://127.0.0.1:1"]) == 2
     assert "no server answers at http://127.0.0.1:1" in capsys.readouterr().err
     assert main(["chat", "x", "--url", "nonsense"]) == 2

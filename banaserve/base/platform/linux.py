@@ -20,7 +20,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _M_ARENA_MAX = -8
 _POPULATE_STEP_BYTES = 64 * 2**20
 _SO_PEERPIDFD = 77
-_CREDENTIALS = struct.Struct("3i")
+_CREDENTIALS = struct.Struct("iII")
 _TCP_INFO = struct.Struct("8B12I")
 _LAST_DATA_RECEIVED_MS = 19
 """Index in ``struct tcp_info``, after eight bytes and eleven numbers."""

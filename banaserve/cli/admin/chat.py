@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 from banaserve.base.access.key_files import key_option
@@ -24,6 +25,7 @@ class ChatServer(ServerApi):
     """A server that speaks OpenAI's chat API."""
 
     bad_key = "the server refuses the API key: give its --api-key-file"
+    key_codes = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
     no_answer = (
         "no server answers at {url} ({reason}): give its --run-dir, or its --url, with --cacert "
         "where it has TLS"
