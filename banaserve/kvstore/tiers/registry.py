@@ -20,7 +20,7 @@ def _check(name: str, found: object) -> type[UrlTier]:
     if urlsplit(f"{name}://place").scheme != name:
         raise UserError(f"{name} is no scheme of a URL: give it lower-case letters, digits and -")
     if name in (SSD, PEERS):
-        raise UserError(f"banaserve itself has a tier named {name}: it needs another name")
+        raise UserError("the name is taken by banaserve: it needs another one")
     tier = check_class(found, StoreTier)
     for function in ("check_url", "from_url"):
         check_call(getattr(tier, function, None), f"{tier.__name__}.{function}", ["url"])
