@@ -247,9 +247,7 @@ class Load:
             for home in HOMES:
                 group.create_task(self._converse(client, home))
             some = self.requests[region]
-            await until(
-                lambda: sum(len(one.answers) for one in some) >= len(some) // 3, _DEADLINE_S
-            )
+            await until(lambda: 3 * sum(len(one.answers) for one in some) >= len(some), _DEADLINE_S)
             await harm(self)
         return [one for each in self.requests.values() for one in each]
 
