@@ -10,7 +10,7 @@ import socket
 
 import pytest
 
-from banaserve_route.balancer.config import HealthSettings, PolicySettings
+from banaserve_route.balancer.config import HealthSettings, PolicySettings, ReplicaSettings
 from banaserve_route.policies import registry
 from banaserve_route.policies.interface import Need
 from depth import chosen_seed
@@ -65,6 +65,24 @@ async def test_nobody_answers(house):
     assert reply.status == 502
     assert "the connection broke, after 3 attempts" in reply.json["error"]["message"]
     assert "retry-after" in reply.fields
+
+
+async def test_a_request_that_a_dead_replica_refuses_waits_for_one_that_is_full(house):
+    async def stay(asked):
+        await is_free.wait()
+        await asked.answer(200, b"well")
+
+    is_free = asyncio.Event()
+    full, dead = await house.replica(stay), await house.replica()
+    told = ReplicaSettings(url=full.url, max_outstanding=1)
+    # No probe notices the death.
+    balancer = await house.balance(told, dead, health=HealthSettings(interval_s=60))
+    dead.stop()
+    asking = [asyncio.create_task(house.ask()) for _ in range(2)]
+    await house.until(lambda: len(balancer.queue) == 1 or any(one.done() for one in asking))
+    is_free.set()
+    assert [(await one).status for one in asking] == [200, 200]
+    assert balancer.targets[dead.id].breaker.num_opened == 0
 
 
 async def test_an_idle_connection_that_the_replica_closes_costs_nothing(house):

@@ -51,13 +51,15 @@ class Dispatcher:
         self._has_keys = bool(settings.api_keys or settings.tenants)
 
     def decide(self, request: Request, without: set[str]) -> RoutingDecision:
-        """Return the policy's decision, leaving out ``without`` if other targets are available.
+        """Return the policy's decision, without the targets in ``without`` if others remain.
+
+        A target that is full remains: the request waits for it.
 
         Raises:
             PolicyError: The policy fails, or names an unknown target.
         """
         view = self.fleet.view(monotonic())
-        if without and self.has_other(request, without):
+        if without and (self.has_other(request, without) or self.has_full(request, without)):
             view = without_tried(view, without)
         try:
             decision = self.fleet.policy.choose(request, view)
@@ -72,6 +74,10 @@ class Dispatcher:
     def has_other(self, request: Request, tried: set[str]) -> bool:
         """Return whether a target that is not in ``tried`` may serve ``request`` at present."""
         return self._targets.has_other(request, tried)
+
+    def has_full(self, request: Request, tried: set[str]) -> bool:
+        """Return whether a target that is not in ``tried`` lacks only room to serve ``request``."""
+        return self._targets.has_full(request, tried)
 
     def others(self, request: Request, tried: set[str]) -> list[Target]:
         """Return targets not in ``tried`` to which the policy may send ``request`` at some time."""

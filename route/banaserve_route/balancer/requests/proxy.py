@@ -271,6 +271,10 @@ class ProxiedRequest:
         if response_id := stored_response(self.message):
             self._not_found(response_id)
             return
+        if self._dispatcher.has_full(self.request, self._tried):
+            # Its next attempts would all meet the same dead replica before probes notice the death.
+            self._rejoin()
+            return
         self._tried.clear()
         self._pause()
 
