@@ -1,6 +1,6 @@
 """Prefix matching of waiting requests against the store, and the gate: how much to fetch of each.
 
-``PrefixMatcher`` asks the store once for each waiting request and never waits for a tier.
+``PrefixMatcher`` asks the store about each waiting request and never blocks on a tier.
 ``EngineCostGate`` decides, and learns from the steps that the worker has run.
 """
 
@@ -118,7 +118,10 @@ class EngineCostGate:
 
 
 class PrefixMatcher:
-    """Matcher that asks the store about waiting requests, once each, and never waits for a tier.
+    """Matcher that asks the store about waiting requests, and never blocks on a tier.
+
+    It asks again about a request after ``ASK_AGAIN_S`` while a block is undecided or another
+    instance writes it, and after ``ASK_FOR_ROOM_S`` while the store has no room.
 
     Args:
         num_states: Number of layer groups that keep states; a prefix is fetched with all of its

@@ -112,7 +112,8 @@ class RankShare:
 class StoreConnectorWorker:
     """Connector side of one worker.
 
-    Its hooks run in the model runner's thread, its copies in two other threads.
+    Its hooks run in the model runner's thread, as do the copies of ``early_loads`` and of states.
+    One other thread fetches the other blocks layer by layer, another one saves them.
 
     Attributes:
         part: See ``RankShare``.
