@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from banaserve.base.errors import GuestLostError
 from banaserve.engine.compat.runner.hooks import set_implementation
 from banaserve.migration.kv.remote_kv import UnitLocation
-from banaserve.migration.kv.step_context import StepContext
 from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.guest_client import GuestClient
 from banaserve.migration.rpc.tensors import to_device
+
+if TYPE_CHECKING:  # it needs vLLM, and the kernels are also measured where vLLM is missing
+    from banaserve.migration.kv.step_context import StepContext
 
 T = TypeVar("T")
 OnLost = Callable[[GuestClient, GuestLostError], None]
