@@ -59,7 +59,7 @@ class Dispatcher:
             PolicyError: The policy fails, or names an unknown target.
         """
         view = self.fleet.view(monotonic())
-        if without and (self.has_other(request, without) or self.has_full(request, without)):
+        if without and (self.has_other(request, without) or self.has_alive(request, without)):
             view = without_tried(view, without)
         try:
             decision = self.fleet.policy.choose(request, view)
@@ -75,9 +75,9 @@ class Dispatcher:
         """Return whether a target that is not in ``tried`` may serve ``request`` at present."""
         return self._targets.has_other(request, tried)
 
-    def has_full(self, request: Request, tried: set[str]) -> bool:
-        """Return whether a target that is not in ``tried`` lacks only room to serve ``request``."""
-        return self._targets.has_full(request, tried)
+    def has_alive(self, request: Request, tried: set[str]) -> bool:
+        """Return whether a target that is not in ``tried`` can serve ``request`` if it has room."""
+        return self._targets.has_alive(request, tried)
 
     def others(self, request: Request, tried: set[str]) -> list[Target]:
         """Return targets not in ``tried`` to which the policy may send ``request`` at some time."""

@@ -271,7 +271,7 @@ class ProxiedRequest:
         if response_id := stored_response(self.message):
             self._not_found(response_id)
             return
-        if self._dispatcher.has_full(self.request, self._tried):
+        if self._dispatcher.has_alive(self.request, self._tried):
             # Its next attempts would all meet the same dead replica before probes notice the death.
             self._rejoin()
             return
@@ -416,16 +416,17 @@ class UpstreamAttempt:
             num_reads: Number of parts of the answer: about one per token of a stream.
         """
         self._end()
-        self.target.answered(status, status in FAULTS, now_s)
         if status >= 400:
             self._dispatcher.fleet.failed(self.flight, now_s, is_fault=status in FAULTS)
-            return
-        usage = dict(_USAGE.findall(last[-_TAIL_BYTES:]))
-        cached = usage.get(b"cached_tokens")
-        tokens = int(usage.get(b"completion_tokens", num_reads))
-        cached_tokens = None if cached is None else int(cached)
-        self.prompt_tokens = int(usage.get(b"prompt_tokens", 0))
-        self._dispatcher.fleet.finished(self.flight, now_s, tokens, cached_tokens)
+        else:
+            usage = dict(_USAGE.findall(last[-_TAIL_BYTES:]))
+            cached = usage.get(b"cached_tokens")
+            tokens = int(usage.get(b"completion_tokens", num_reads))
+            cached_tokens = None if cached is None else int(cached)
+            self.prompt_tokens = int(usage.get(b"prompt_tokens", 0))
+            self._dispatcher.fleet.finished(self.flight, now_s, tokens, cached_tokens)
+        # Last: whether the target is full depends on the requests that the fleet still counts there.
+        self.target.answered(status, status in FAULTS, now_s)
 
     def broke(self, is_fault: bool) -> None:
         """Record that the answer will not be complete, and close the attempt's connection.

@@ -118,11 +118,10 @@ class TargetRegistry:
         """Return whether a target that is not in ``tried`` may serve ``request`` at present."""
         return any(one.view.is_available for one in self.others(request, tried))
 
-    def has_full(self, request: Request, tried: set[str]) -> bool:
-        """Return whether a target that is not in ``tried`` lacks only room to serve ``request``."""
+    def has_alive(self, request: Request, tried: set[str]) -> bool:
+        """Return whether a target that is not in ``tried`` can serve ``request`` if it has room."""
         return any(
-            one.is_full and one.is_healthy and not one.breaker.is_open
-            for one in self.others(request, tried)
+            one.is_healthy and not one.breaker.is_open for one in self.others(request, tried)
         )
 
     def others(self, request: Request, tried: set[str]) -> list[Target]:
