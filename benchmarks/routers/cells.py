@@ -1,0 +1,118 @@
+"""Cells of ``bench routers``: load, saturation, layout and store; and the systems compared in each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from banaserve_route.sim.replica import Accelerator
+from banaserve_route.sim.world import RegionSystem, Setting
+from benchmarks.routers.loads import LOADS, Session, unlimited
+
+SPEC = Accelerator(8.0, 0.04, 0.06, 200_000, 1_000_000, 32, 8192)
+"""About an H100 with a model of 8B parameters; what of its memory is free holds 450,000 tokens, and memory of its host the rest of the cached ones."""
+
+FAR = {("us", "eu"): 100.0, ("us", "asia"): 150.0, ("eu", "asia"): 220.0}
+LAYOUTS: Mapping[str, tuple[Mapping[str, int], Mapping[str, float]]] = {
+    "one region": ({"us": 4}, {"us": 1.0}),
+    "three regions": ({"us": 2, "eu": 2, "asia": 2}, {"us": 0.5, "eu": 0.25, "asia": 0.25}),
+}
+"""Replicas of each region, and its share of the sessions."""
+
+LEVELS = {"below": 0.6, "at": 1.0, "above": 1.5}
+"""Load of the replicas, as a share of what they can do with one unlimited cache."""
+
+CALLS = 600
+SIZES = {"agents": 3, "agent graphs": 4, "ALFWorld": 5, "trees": 3, "chats": 2, "ServeGen": 4}
+"""Factor of the number of calls of loads whose sessions would else outlast the arrivals."""
+
+MAX_OUTPUT_TOKENS = 1024
+UNSHARED = ("Azure", "ServeGen")
+"""Loads without prefixes, to which a store makes no difference."""
+
+SYSTEMS: Mapping[str, RegionSystem] = {
+    "predicted_latency": RegionSystem("predicted_latency"),
+    "round_robin": RegionSystem("round_robin"),
+    "random": RegionSystem("random"),
+    "least_requests": RegionSystem("least_requests"),
+    "least_load": RegionSystem("least_load"),
+    "power_of_two": RegionSystem("power_of_two"),
+    "consistent_hash": RegionSystem("consistent_hash"),
+    "session_affinity": RegionSystem("session_affinity"),
+    "prefix_cache": RegionSystem("prefix_cache"),
+    "cache_aware": RegionSystem("cache_aware"),
+    "cache_aware smg": RegionSystem("cache_aware", "smg"),
+    "load_aware": RegionSystem("load_aware"),
+    "skywalker": RegionSystem("skywalker"),
+    "skywalker as-coded": RegionSystem("skywalker", "as-coded"),
+    "skywalker_ch": RegionSystem("skywalker_ch"),
+    "gorgo_v1": RegionSystem("gorgo_v1"),
+    "gorgo_v1 proxy": RegionSystem("gorgo_v1", "proxy", central=True),
+    "gorgo": RegionSystem("gorgo", central=True),
+    "gorgo untuned": RegionSystem("gorgo", "untuned", central=True),
+    "preble": RegionSystem("preble"),
+    "preble published": RegionSystem("preble", "published"),
+}
+"""Every policy as its kind of balancer has it: one a region, or one for all (``central``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One comparison of all systems."""
+
+    load: str
+    level: str
+    layout: str
+    has_store: bool
+
+    @property
+    def name(self) -> str:
+        store = "store" if self.has_store else "no store"
+        return f"{self.load}, {self.level}, {self.layout}, {store}"
+
+    def setting(self, data: Path, seed: int) -> tuple[Setting, float]:
+        """Return the setting of ``seed``, and the hits of one unlimited cache."""
+        rng = Random(f"{seed}/{self.load}")
+        sessions = list(LOADS[self.load](data, rng, CALLS * SIZES.get(self.load, 1)))
+        replicas, shares = LAYOUTS[self.layout]
+        work_s, bound = unlimited(sessions, SPEC)
+        within_s = work_s / sum(replicas.values()) / LEVELS[self.level]
+        arrivals: dict[str, list[tuple[float, object]]] = {region: [] for region in replicas}
+        for at_s, session in _timed(sessions, within_s, rng):
+            draw = Random(f"{seed}/{session.key}") if session.key else rng
+            [region] = draw.choices(list(shares), list(shares.values()))
+            arrivals[region].append((at_s, session.program()))
+        return Setting(
+            replicas,
+            {},
+            FAR,
+            SPEC,
+            duration_s=3600.0,
+            arrivals=arrivals,  # type: ignore[arg-type]
+            max_output_tokens=MAX_OUTPUT_TOKENS,
+            has_store=self.has_store,
+        ), bound
+
+
+def cells() -> Iterator[Cell]:
+    """Yield all cells."""
+    for load in LOADS:
+        for layout in LAYOUTS:
+            for has_store in (False, True):
+                if not has_store or load not in UNSHARED:
+                    for level in LEVELS:
+                        yield Cell(load, level, layout, has_store)
+
+
+def _timed(
+    sessions: list[Session], within_s: float, rng: Random
+) -> Iterator[tuple[float, Session]]:
+    """Yield all ``sessions`` with their arrivals within ``within_s``: the trace's, or Poisson."""
+    last_s = max(session.at_s or 0.0 for session in sessions)
+    for session in sessions:
+        if session.at_s is None:
+            yield rng.random() * within_s, session
+        else:
+            yield session.at_s * within_s / last_s, session
