@@ -1,4 +1,4 @@
-"""Cells of ``bench routers``: load, saturation, layout and store; and the systems compared in each."""
+"""Cells of ``bench routers``: load, saturation, layout and store; systems compared in each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from banaserve_route.sim.world import RegionSystem, Setting
 from benchmarks.routers.loads import LOADS, Session, unlimited
 
 SPEC = Accelerator(8.0, 0.04, 0.06, 200_000, 1_000_000, 32, 8192)
-"""About an H100 with a model of 8B parameters; what of its memory is free holds 450,000 tokens, and memory of its host the rest of the cached ones."""
+"""About an H100 with a model of 8B parameters and a batch of 32: free memory for 200,000 running
+tokens, and memory of its host for a million cached ones."""
 
 FAR = {("us", "eu"): 100.0, ("us", "asia"): 150.0, ("eu", "asia"): 220.0}
 LAYOUTS: Mapping[str, tuple[Mapping[str, int], Mapping[str, float]]] = {
@@ -25,37 +26,46 @@ LEVELS = {"below": 0.6, "at": 1.0, "above": 1.5}
 """Load of the replicas, as a share of what they can do with one unlimited cache."""
 
 CALLS = 600
-SIZES = {"agents": 3, "agent graphs": 4, "ALFWorld": 5, "trees": 3, "chats": 2, "ServeGen": 4}
-"""Factor of the number of calls of loads whose sessions would else outlast the arrivals."""
+SIZES = {
+    "agents": 3,
+    "agent graphs": 4,
+    "tool use": 2,
+    "ALFWorld": 5,
+    "trees": 3,
+    "chats": 3,
+    "code": 2,
+    "ServeGen": 4,
+}
+"""Factor of ``CALLS`` for loads whose sessions would else outlast their arrivals."""
 
 MAX_OUTPUT_TOKENS = 1024
 UNSHARED = ("Azure", "ServeGen")
 """Loads without prefixes, to which a store makes no difference."""
 
 SYSTEMS: Mapping[str, RegionSystem] = {
-    "predicted_latency": RegionSystem("predicted_latency"),
-    "round_robin": RegionSystem("round_robin"),
-    "random": RegionSystem("random"),
-    "least_requests": RegionSystem("least_requests"),
-    "least_load": RegionSystem("least_load"),
-    "power_of_two": RegionSystem("power_of_two"),
-    "consistent_hash": RegionSystem("consistent_hash"),
-    "session_affinity": RegionSystem("session_affinity"),
-    "prefix_cache": RegionSystem("prefix_cache"),
-    "cache_aware": RegionSystem("cache_aware"),
-    "cache_aware smg": RegionSystem("cache_aware", "smg"),
-    "load_aware": RegionSystem("load_aware"),
-    "skywalker": RegionSystem("skywalker"),
-    "skywalker as-coded": RegionSystem("skywalker", "as-coded"),
-    "skywalker_ch": RegionSystem("skywalker_ch"),
-    "gorgo_v1": RegionSystem("gorgo_v1"),
-    "gorgo_v1 proxy": RegionSystem("gorgo_v1", "proxy", central=True),
+    **{
+        name: RegionSystem(name)
+        for name in (
+            *("predicted_latency", "round_robin", "random", "least_requests", "least_load"),
+            *("power_of_two", "consistent_hash", "session_affinity", "prefix_cache", "cache_aware"),
+            *("load_aware", "skywalker", "skywalker_ch", "gorgo_v1", "preble"),
+        )
+    },
     "gorgo": RegionSystem("gorgo", central=True),
-    "gorgo untuned": RegionSystem("gorgo", "untuned", central=True),
-    "preble": RegionSystem("preble"),
-    "preble published": RegionSystem("preble", "published"),
 }
-"""Every policy as its kind of balancer has it: one a region, or one for all (``central``)."""
+"""Every policy: one balancer for each region, or as GORGO's proxy one for all."""
+
+VARIANTS: Mapping[str, RegionSystem] = {
+    "skywalker as-coded": RegionSystem("skywalker", "as-coded"),
+    "gorgo_v1 proxy": RegionSystem("gorgo_v1", "proxy", central=True),
+    "gorgo untuned": RegionSystem("gorgo", "untuned", central=True),
+    "preble published": RegionSystem("preble", "published"),
+    "preble E2 only": RegionSystem(
+        "preble", options={"balance_threshold": 0, "scales_hot_prefixes": False}
+    ),
+    "cache_aware smg": RegionSystem("cache_aware", "smg"),
+}
+"""Other presets, in one region without a store only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +81,11 @@ class Cell:
     def name(self) -> str:
         store = "store" if self.has_store else "no store"
         return f"{self.load}, {self.level}, {self.layout}, {store}"
+
+    @property
+    def systems(self) -> Mapping[str, RegionSystem]:
+        is_plain = len(LAYOUTS[self.layout][0]) == 1 and not self.has_store
+        return {**SYSTEMS, **VARIANTS} if is_plain else SYSTEMS
 
     def setting(self, data: Path, seed: int) -> tuple[Setting, float]:
         """Return the setting of ``seed``, and the hits of one unlimited cache."""
@@ -98,11 +113,11 @@ class Cell:
 
 def cells() -> Iterator[Cell]:
     """Yield all cells."""
-    for load in LOADS:
-        for layout in LAYOUTS:
-            for has_store in (False, True):
-                if not has_store or load not in UNSHARED:
-                    for level in LEVELS:
+    for has_store in (False, True):
+        for load in LOADS:
+            for layout in LAYOUTS:
+                for level in LEVELS:
+                    if not has_store or load not in UNSHARED:
                         yield Cell(load, level, layout, has_store)
 
 
@@ -110,9 +125,10 @@ def _timed(
     sessions: list[Session], within_s: float, rng: Random
 ) -> Iterator[tuple[float, Session]]:
     """Yield all ``sessions`` with their arrivals within ``within_s``: the trace's, or Poisson."""
-    last_s = max(session.at_s or 0.0 for session in sessions)
+    times_s = [session.at_s or 0.0 for session in sessions]
+    first_s, last_s = min(times_s), max(times_s)
     for session in sessions:
         if session.at_s is None:
             yield rng.random() * within_s, session
         else:
-            yield session.at_s * within_s / last_s, session
+            yield (session.at_s - first_s) / (last_s - first_s) * within_s, session

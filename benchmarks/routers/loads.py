@@ -1,4 +1,4 @@
-"""Real loads as sessions of calls: traces, agents, chats, trees and documents of one data folder."""
+"""Real loads as sessions of calls: traces, agents, chats, trees and documents of a data folder."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def agents(data: Path, rng: Random, size: int) -> Iterator[Session]:
     told = json.loads(unpacked(data / "agent/coding_sessions_manifest.json"))["generation_params"]
     cache, delay, reset = told["cache"], told["inter_turn_delay"], told["reset"]
     groups = cache["layer1_5_groups"]
-    weights = [rank**-groups["zipf_alpha"] for rank in range(1, groups["num_groups"] + 1)]
+    weights = [rank ** -groups["zipf_alpha"] for rank in range(1, groups["num_groups"] + 1)]
     common = _named("layer1", cache["layer1_tokens"])
     while size > 0:
         [group] = rng.choices(range(len(weights)), weights)
@@ -162,7 +162,10 @@ def households(data: Path, rng: Random, size: int) -> Iterator[Session]:
 
     The examples of each of twelve tasks are shared; the episode's turns are those of a third one.
     """
-    rows = {r["key"]: r["prompt"] for _, r in read_records(data / "agent/alfworld_react_prompts.jsonl.zst")}
+    rows = {
+        r["key"]: r["prompt"]
+        for _, r in read_records(data / "agent/alfworld_react_prompts.jsonl.zst")
+    }
     tasks = sorted({key.rpartition("_")[0] for key in rows})
     while size > 0:
         task = rng.choice(tasks)
@@ -190,7 +193,9 @@ def documents(data: Path, rng: Random, size: int) -> Iterator[Session]:
     while size > 0:
         number = rng.randrange(4 * len(rows))
         prompt = _named(f"document {number}", 64) + texts[number % len(rows)]
-        call = ProgramCall(prompt + rng.randbytes(2 * UNIT_BYTES), rng.randbytes(2 * UNIT_BYTES), "")
+        call = ProgramCall(
+            prompt + rng.randbytes(2 * UNIT_BYTES), rng.randbytes(2 * UNIT_BYTES), ""
+        )
         size -= 1
         yield Session([[call]], key=str(number))
 
@@ -205,7 +210,9 @@ def trees(data: Path, rng: Random, size: int) -> Iterator[Session]:
         steps: Steps = []
         for stage in range(4):
             calls = [
-                ProgramCall(parent + _named(f"stage {stage}", 64), _output(rng, len(row["answer"])), "")
+                ProgramCall(
+                    parent + _named(f"stage {stage}", 64), _output(rng, len(row["answer"])), ""
+                )
                 for parent in level
                 for _ in range(2)
             ]
@@ -224,7 +231,7 @@ def chats(data: Path, rng: Random, size: int) -> Iterator[Session]:
         turns = rng.randint(2, 10)
         steps: Steps = []
         for _ in range(turns):
-            history += rng.randbytes(_units(len(rng.choice(rng.choice(rows))))) 
+            history += rng.randbytes(_units(len(rng.choice(rng.choice(rows)))))
             call = ProgramCall(history, _drawn(rng, {"mu": log(250), "sigma": 0.8}), name)
             steps += [[call], min(_PAUSE_S, rng.lognormvariate(log(8), 1.0))]
             history += call.output

@@ -1,15 +1,21 @@
 """Predicted latency: the replica where a request costs the least time, its own and others'.
 
-The time to first token is predicted from learnt speeds: the round trip, the prompt tokens that the
-replica has to compute, and those that it computes before. What a request adds to the others at a
-replica counts too, else each would push others' latency up for a small gain of its own.
+    cost = F round trip + 2 c n + w (p missed (1 + m) (1 + 4 lost) + p ahead) + waiting
+
+All in milliseconds, learnt from answers. p is the time of a prompt token that has to be computed:
+``missed`` of this request, ``ahead`` of those before it; w is the replica's pace. c is what each of
+n requests adds to an answer of mean length: they slow this one, and it slows them as much. Its
+prefill holds up m requests: those at the replica now, and in part the fleet's mean, since others
+will come. ``lost`` is the share of a prompt that the replica has evicted when it comes again: new
+prompts evict more. F counts the requests that will follow this one for its prefix. ``waiting`` is
+for a place in a full batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from banaserve_route.policies.interface import (
     FleetView,
@@ -22,12 +28,31 @@ from banaserve_route.policies.interface import (
     RoutingDecision,
     RoutingReason,
 )
+from banaserve_route.policies.line import Line
 from banaserve_route.policies.policy import check_range
 from banaserve_route.policies.prefixes.tree_policy import TreeOptions, TreePolicy
-from banaserve_route.policies.rates import Rates
 from banaserve_route.policies.registry import register
 
-_LEARNING = 0.05
+_FEW = 4
+"""In fleets of more than twice as many replicas, so many with the longest prefix are compared with
+as many at random."""
+
+_FUTURE = 2.0
+_LOST = 4.0
+_MEAN_SHARE = 1 / 3
+_DELAYED = 4.0
+"""Factor of the number of waiting requests that gives those delayed by one more, up to all."""
+
+_LEAST_PLACES = 16.0
+"""Size of a batch before a larger one has been reported."""
+
+_OUTLIER = 5.0
+"""Ratio to the predicted time at which a time to first token is cut off."""
+
+_LEARNING = 0.02
+_FAST_LEARNING = 0.05
+_PACE_PER_TICK = 0.98
+"""Rest of the difference to the fleet's pace after a tick: a slow replica is tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,166 +61,202 @@ class PredictedLatencyOptions(TreeOptions):
 
     Attributes:
         prefill_ms_per_token: Prefill time of a token, assumed until it is measured.
-        others: Weight of the time that a request costs the others at its replica.
+        others: Weight of the time that a request costs the others at its replica: 0 for the lowest
+            latency of each request by itself.
     """
 
     prefill_ms_per_token: float = 0.05
     others: float = 1.0
-    crowd: float = 1.0
-    rw: float = 3.0
-    pw: float = 0.0
-    two: int = 0
-    first: int = 0
 
     def __post_init__(self) -> None:
         TreeOptions.__post_init__(self)
         check_range(self, {"prefill_ms_per_token": (1e-6, 1e6), "others": (0, 100)})
 
 
+class _Hit(NamedTuple):
+    """What was known of a request's prefix: tokens at its target, most tokens at any replica."""
+
+    here: int
+    longest: int
+    is_full: bool
+
+
 @register("predicted_latency")
 class PredictedLatency(TreePolicy):
-    """Policy of a balancer for its replicas and peers."""
+    """Policy of a balancer for its replicas and peers.
+
+    A prefix that other replicas hold costs the share ``fetch_fraction`` of its prefill: 1, or less
+    if it turns out that replicas share a store.
+    """
 
     PRESETS: ClassVar[Mapping[str, Any]] = {"learnt": PredictedLatencyOptions()}
     needs: frozenset[Need] = frozenset({Need.REQUEST, Need.REPORTS, Need.PEERS})
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        prefill_ms = self.options.prefill_ms_per_token
-        self.ttft = Line(prefill_ms)
-        self.thrash=0.0
-        self._reuse=0.0
-        self._duration=0.0
-        self._places={}; self._seen={}; self._waited={}
+        self.first_token_ms = Line(self.options.prefill_ms_per_token, 1000.0)
+        self.output_ms = Line(0.1, 1.0)
         self.fetch_fraction = 1.0
-        self._mean_missed = 0.0
-        self._mean_output = 0.0
-        self._slope = Line(0.1)
-        self._hits: dict[int, tuple[int, int]] = {}
-        self._last: tuple[int, int] = (0, 0)
+        self._mean_missed = self._mean_output = self._hit_fraction = 0.0
+        self._answer_ms = self._prefill_ms = 0.0
+        self._places = _LEAST_PLACES
+        self._paces: dict[ReplicaId, float] = {}
+        self._lost: dict[ReplicaId, float] = {}
+        self._hits: dict[ReplicaId, int] = {}
+        self._longest = 0
+        self._full: set[ReplicaId] = set()
+        self._sent: dict[int, _Hit] = {}
+
+    def choose(self, request: Request, fleet: FleetView) -> RoutingDecision:
+        self._hits = self.hits(request)
+        self._longest = max(self._hits.values(), default=0)
+        if len(fleet.replicas) > 2 * _FEW:
+            decision = super().choose(request, self._few(fleet))
+            if decision.target is not None:
+                return decision
+        return super().choose(request, fleet)
+
+    def _few(self, fleet: FleetView) -> FleetView:
+        """Return ``fleet`` with a part of its replicas."""
+        views, draw = fleet.replicas, self.generator.random()
+        few = {}
+        if self._hits:
+            best = [one for one, hit in self._hits.items() if hit == self._longest]
+            first = int(draw * len(best))
+            for one in (best[first:] + best[:first])[:_FEW]:
+                if one in fleet.by_id:
+                    few[one] = fleet.by_id[one]
+        first = int(draw * len(views))
+        for number in range(_FEW):
+            view = views[(first + number * len(views) // _FEW) % len(views)]
+            few[view.id] = view
+        return FleetView(
+            fleet.now_s,
+            fleet.region,
+            fleet.queue_length,
+            list(few.values()),
+            fleet.peers,
+            fleet.by_id,
+        )
 
     def pick(
         self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
     ) -> RoutingDecision:
-        hits = self.hits(request)
-        longest = max(hits.values(), default=0)
-        new, fetch = request.num_tokens - longest, self.fetch_fraction
-        prefill = queue = self.ttft.slope
-        import os
-        rw=min(self.options.rw,1/max(.01,1-self._reuse))
-        self._reuse += 0.02*(longest/request.num_tokens-self._reuse)
-        pw=self.options.pw
-        others = self.options.others
-        crowd = self.options.crowd*self._slope.slope * self._mean_output
-        costs, misses = [], []
+        hits, longest, tokens = self._hits, self._longest, request.num_tokens
+        self._hit_fraction += _LEARNING * (longest / tokens - self._hit_fraction)
+        future = min(_FUTURE, 1 / max(1e-3, 1 - self._hit_fraction))
+        prefill, others = self.first_token_ms.slope, self.options.others
+        crowd = 2 * others * self.output_ms.slope * self._mean_output
+        mean = sum([view.outstanding for view in candidates]) / len(candidates)
+        fetch, lost, paces = self.fetch_fraction, self._lost, self._paces
+        self._full.clear()
+        costs = {}
         for view in candidates:
-            missed = new + fetch * (longest - hits.get(view.id, 0))
-            backlog, n = view.uncached_tokens, view.outstanding
+            name, count, ahead = view.id, float(view.outstanding), float(view.uncached_tokens)
             if isinstance(view, PeerView):
-                replicas = max(1, view.num_replicas)
-                if not view.num_available:
-                    backlog += self._mean_missed * max(0, view.pending + view.queue_length - view.prefilling)
-                backlog /= replicas
-                n = max(view.running + view.pending + view.queue_length, n) / replicas
-                wait = self._duration/max(1,view.running)*max(0, view.pending+view.queue_length) if not view.num_available else 0.0
-            else:
-                places = self._places.get(view.id, 1e9)
-                if view.pending and view.reported_at_s != self._seen.get(view.id):
-                    self._seen[view.id]=view.reported_at_s
-                    self._waited[view.id]=self._waited.get(view.id,0)+1
-                    if self._waited[view.id]>self.options.two: places=view.running
-                elif not view.pending:
-                    self._waited[view.id]=0
-                    if view.running>places: places=1e9
-                self._places[view.id]=max(1,places)
-                wait = self._duration/max(1,places)*max(0, n+1-places)
-            misses.append(missed)
-            costs.append(
-                rw*view.round_trip_ms+pw*wait
-                + prefill * missed * (1 + others * n)
-                + queue * backlog
-                + crowd * n
+                count, ahead = self._of_a_replica(view)
+            elif view.running > self._places:
+                self._places = view.running
+            running, waiting_ms = count, 0.0
+            if view.pending and count > self._places:
+                self._full.add(name)
+                running = self._places
+                waiting = count - running
+                delayed = waiting + others * min(count, _DELAYED * waiting)
+                waiting_ms = self._answer_ms / running * delayed
+            missed = tokens - longest + fetch * (longest - hits.get(name, 0))
+            held_up = 1 + others * (count + _MEAN_SHARE * (mean - count))
+            evicting = 1 + _LOST * lost.get(name, 0.0)
+            costs[name] = (
+                future * view.round_trip_ms
+                + crowd * running
+                + paces.get(name, 1.0) * prefill * (missed * held_up * evicting + ahead)
+                + waiting_ms
             )
-        place = self.least(costs)
-        target = candidates[place]
-        hit = request.num_tokens - round(misses[place])
-        self._last = (hits.get(target.id, 0), longest)
-        reason = (
-            RoutingReason.FORWARDED if isinstance(target, PeerView) else RoutingReason.LOWEST_COST
+        target = candidates[self.least(list(costs.values()))]
+        is_far = isinstance(target, PeerView)
+        missed = tokens - longest + fetch * (longest - hits.get(target.id, 0))
+        return RoutingDecision(
+            target.id,
+            RoutingReason.FORWARDED if is_far else RoutingReason.LOWEST_COST,
+            max(0, tokens - round(missed)),
+            costs,
         )
-        scores = {view.id: cost for view, cost in zip(candidates, costs, strict=True)}
-        return RoutingDecision(target.id, reason, hit, scores)
+
+    def _of_a_replica(self, peer: PeerView) -> tuple[float, float]:
+        """Return requests and tokens ahead of a mean replica of ``peer``."""
+        replicas, ahead = max(1, peer.num_replicas), float(peer.uncached_tokens)
+        if not peer.num_available:
+            waiting = peer.pending + peer.queue_length - peer.prefilling
+            ahead += self._mean_missed * max(0, waiting)
+        count = max(peer.outstanding, peer.running + peer.pending + peer.queue_length)
+        return count / replicas, ahead / replicas
 
     def on_sent(self, flight: Flight) -> None:
-        import os
-        self.mode='first' if self.options.first else 'sent'
-        if self.mode=='sent': super().on_sent(flight)
-        self._hits[id(flight)] = self._last
+        here, is_full = self._hits.get(flight.target, 0), flight.target in self._full
+        self._sent[id(flight)] = _Hit(here, self._longest, is_full)
         missed = flight.request.num_tokens - flight.decision.hit_tokens
-        self._mean_missed += 0.02 * (missed - self._mean_missed)
-
-    def on_first_token(self, flight: Flight) -> None:
-        assert flight.first_token_s is not None
-        if self.mode!='sent': super().on_sent(flight)
-        if flight.decision.reason is RoutingReason.FORWARDED:
-            return
-        missed = flight.request.num_tokens - flight.decision.hit_tokens
-        taken_ms = 1000 * (flight.first_token_s - flight.sent_s) - flight.round_trip_ms
-        hit, longest = self._hits.get(id(flight), (0, 0))
-        if longest - hit > max(64, missed / 4) and self.options.trims:
-            new = flight.request.num_tokens - longest
-            rest = taken_ms - self.ttft(flight.backlog_tokens+new)
-            share = rest / (self.ttft.slope * (longest - hit) + 1e-9)
-            self.fetch_fraction += _LEARNING * (min(1.0, max(0.0, share)) - self.fetch_fraction)
+        self._mean_missed += _LEARNING * (missed - self._mean_missed)
+        super().on_sent(flight)
 
     def on_finished(self, flight: Flight) -> None:
-        hit, longest = self._hits.pop(id(flight), (0, 0))
-        cached = flight.cached_tokens
-        if cached is not None:
-            lost=max(0, flight.decision.hit_tokens-cached)/flight.request.num_tokens
-            self.thrash+=.02*(lost-self.thrash)
-        if cached is not None and longest > hit and cached < (hit + longest) / 2:
-            self.fetch_fraction += _LEARNING * (1 - self.fetch_fraction)
-        super().on_finished(flight)
+        hit = self._sent.pop(id(flight))
         if flight.decision.reason is not RoutingReason.FORWARDED:
-            taken_ms = 1000 * (flight.first_token_s - flight.sent_s) - flight.round_trip_ms
-            known = flight.decision.hit_tokens if cached is None else min(cached,flight.decision.hit_tokens)
-            x = flight.request.num_tokens - known + flight.backlog_tokens
-            if taken_ms < 5*self.ttft(x)+200: self.ttft.learn(x, max(0.0, taken_ms))
-        out = flight.output_tokens
-        self._duration += 0.02*(1000*(flight.ended_s-flight.first_token_s)-self._duration)
-        self._mean_output += 0.02 * (out - self._mean_output)
-        if out > 1 and flight.first_token_s is not None:
-            tpot = 1000 * (flight.ended_s - flight.first_token_s) / (out - 1)
-            self._slope.learn(flight.outstanding, tpot, 1.0)
+            self._learn_output(flight)
+            if flight.cached_tokens is not None:
+                self._learn_lost(flight, hit.here - flight.cached_tokens)
+            if not hit.is_full:
+                self._learn_first_token(flight, hit)
+        super().on_finished(flight)
 
     def on_failed(self, flight: Flight) -> None:
-        self._hits.pop(id(flight), None)
+        del self._sent[id(flight)]
 
+    def on_replica_gone(self, target: ReplicaId) -> None:
+        super().on_replica_gone(target)
+        self._paces.pop(target, None)
+        self._lost.pop(target, None)
 
-class Line:
-    """Online least squares y = base + slope x, older samples weighing less and less."""
+    def tick(self, now_s: float) -> None:
+        for target, pace in self._paces.items():
+            self._paces[target] = 1 + _PACE_PER_TICK * (pace - 1)
 
-    def __init__(self, slope: float, memory: float = 0.99) -> None:
-        self.slope, self.base = slope, 0.0
-        self._memory, self._n = memory, 0.0
-        self._x = self._y = self._xx = self._xy = 0.0
-        self._prior = slope
+    def _learn_output(self, flight: Flight) -> None:
+        assert flight.first_token_s is not None
+        assert flight.ended_s is not None
+        output, rest_ms = flight.output_tokens, 1000 * (flight.ended_s - flight.first_token_s)
+        self._mean_output += _LEARNING * (output - self._mean_output)
+        self._answer_ms += _LEARNING * (rest_ms - self._answer_ms)
+        if output > 1:
+            self.output_ms.learn(flight.outstanding, rest_ms / (output - 1))
 
-    def __call__(self, x):
-        return self.base + self.slope*x
+    def _learn_lost(self, flight: Flight, missing_tokens: int) -> None:
+        known = self._lost.get(flight.target, 0.0)
+        lost = max(0, missing_tokens) / flight.request.num_tokens
+        self._lost[flight.target] = known + _FAST_LEARNING * (lost - known)
 
-    def learn(self, x, y, unit=1000.0):
-        m = self._memory
-        x/=unit
-        self._n = m*self._n + 1
-        self._x = m*self._x + x; self._y = m*self._y + y
-        self._xx = m*self._xx + x*x; self._xy = m*self._xy + x*y
-        mx, my = self._x/self._n, self._y/self._n
-        pw = 1.0
-        var = self._xx - self._n*mx*mx + pw
-        cov = self._xy - self._n*mx*my + pw*self._prior*unit
-        sl = max(0.0, cov/var)
-        base = my - sl*mx
-        if base < 0 and self._xx: base=0.0; sl=self._xy/self._xx
-        self.slope=sl/unit; self.base=base
+    def _learn_first_token(self, flight: Flight, hit: _Hit) -> None:
+        assert flight.first_token_s is not None
+        taken_ms = 1000 * (flight.first_token_s - flight.sent_s) - flight.round_trip_ms
+        cached, tokens = flight.cached_tokens, flight.request.num_tokens
+        new, elsewhere = tokens - hit.longest + flight.backlog_tokens, hit.longest - hit.here
+        if elsewhere > new / 4:
+            share = 1.0
+            if cached is None or cached > hit.here + elsewhere / 2:
+                fetched_ms = taken_ms - self.first_token_ms(new)
+                share = fetched_ms / (self.first_token_ms.slope * elsewhere + 1e-9)
+                share = min(1.0, max(0.0, share))
+            self.fetch_fraction += _FAST_LEARNING * (share - self.fetch_fraction)
+            if share < 1:
+                return
+        known = flight.decision.hit_tokens if cached is None else cached
+        ahead = max(0, tokens - known) + flight.backlog_tokens
+        predicted_ms = self.first_token_ms(ahead)
+        taken_ms = min(max(0.0, taken_ms), _OUTLIER * predicted_ms + 200)
+        self.first_token_ms.learn(ahead, taken_ms)
+        self._prefill_ms += _LEARNING * (predicted_ms - self._prefill_ms)
+        if predicted_ms > 0:
+            # Short times say little of a replica's pace.
+            weight = _FAST_LEARNING * min(1.0, predicted_ms / self._prefill_ms)
+            pace = self._paces.get(flight.target, 1.0)
+            self._paces[flight.target] = pace + weight * (taken_ms / predicted_ms - pace)
