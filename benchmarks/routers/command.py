@@ -10,11 +10,12 @@ continued: a cell that it has is not run again.
 
 ``route_regret_max`` is the highest regret of ``predicted_latency`` in any cell: how much longer its
 mean latency is than that of the cell's best system. Every system has the highest and the mean
-regret of its latency and of its time to first token. ``raw`` has, cell by cell, each system's means over
-the seeds, in the order of ``columns``; ``bound`` is the share of prompt tokens that one unlimited
-cache would hold. A time to the first token of a session's last answer leaves out its own pauses;
-a request is good (``goodput``) with a first token within 1 s and 0.1 ms per prompt token and at
-most 50 ms per further token; imbalance is the longest busy time of a replica over the mean.
+regret of its latency and of its time to first token. ``raw`` has, cell by cell, each system's means
+over the seeds, in the order of ``columns``; ``bound`` is the share of prompt tokens that one
+unlimited cache would hold. ``last_answer_s`` is the time that a session waits until the first token
+of its last answer, without its own pauses. A request is good (``goodput``) with a first token
+within 1 s and 0.1 ms per prompt token and at most 50 ms per further token. Imbalance is the longest
+busy time of a replica over the mean.
 """
 
 from __future__ import annotations
