@@ -112,11 +112,11 @@ class Cell:
 
 
 def cells() -> Iterator[Cell]:
-    """Yield all cells."""
+    """Yield all cells, those without a store first, and of all loads before the next level."""
     for has_store in (False, True):
-        for load in LOADS:
-            for layout in LAYOUTS:
-                for level in LEVELS:
+        for level in LEVELS:
+            for load in LOADS:
+                for layout in LAYOUTS:
                     if not has_store or load not in UNSHARED:
                         yield Cell(load, level, layout, has_store)
 
