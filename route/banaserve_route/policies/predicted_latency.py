@@ -1,14 +1,13 @@
 """Predicted latency: the replica where a request costs the least time, its own and others'.
 
-    cost = F round trip + 2 c n + w (p missed (1 + m) (1 + 4 lost) + p ahead) + waiting
+    cost = F round trip + 2 c n + w p (missed (1 + n + later) + ahead) + waiting
 
 All in milliseconds, learnt from answers. p is the time of a prompt token that has to be computed:
 ``missed`` of this request, ``ahead`` of those before it; w is the replica's pace. c is what each of
 n requests adds to an answer of mean length: they slow this one, and it slows them as much. Its
-prefill holds up m requests: those at the replica now, and in part the fleet's mean, since others
-will come. ``lost`` is the share of a prompt that the replica has evicted when it comes again: new
-prompts evict more. F counts the requests that will follow this one for its prefix. ``waiting`` is
-for a place in a full batch.
+prefill holds up the n requests, and those that come later, as long as anything is left to compute.
+F counts the requests that will follow this one for its prefix. ``waiting`` is for a place in a full
+batch.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ _FEW = 4
 as many at random."""
 
 _FUTURE = 2.0
-_LOST = 4.0
-_MEAN_SHARE = 1 / 3
 _DELAYED = 4.0
 """Factor of the number of waiting requests that gives those delayed by one more, up to all."""
 
@@ -101,7 +98,6 @@ class PredictedLatency(TreePolicy):
         self._answer_ms = self._prefill_ms = 0.0
         self._places = _LEAST_PLACES
         self._paces: dict[ReplicaId, float] = {}
-        self._lost: dict[ReplicaId, float] = {}
         self._hits: dict[ReplicaId, int] = {}
         self._longest = 0
         self._full: set[ReplicaId] = set()
@@ -147,8 +143,10 @@ class PredictedLatency(TreePolicy):
         future = min(_FUTURE, 1 / max(1e-3, 1 - self._hit_fraction))
         prefill, others = self.first_token_ms.slope, self.options.others
         crowd = 2 * others * self.output_ms.slope * self._mean_output
-        mean = sum([view.outstanding for view in candidates]) / len(candidates)
-        fetch, lost, paces = self.fetch_fraction, self._lost, self._paces
+        # Requests that come to a replica while it computes a token.
+        arrivals = sum([view.outstanding for view in candidates]) / len(candidates)
+        arrivals *= prefill / self._answer_ms if self._answer_ms else 0.0
+        fetch, paces = self.fetch_fraction, self._paces
         self._full.clear()
         costs = {}
         for view in candidates:
@@ -165,12 +163,11 @@ class PredictedLatency(TreePolicy):
                 delayed = waiting + others * min(count, _DELAYED * waiting)
                 waiting_ms = self._answer_ms / running * delayed
             missed = tokens - longest + fetch * (longest - hits.get(name, 0))
-            held_up = 1 + others * (count + _MEAN_SHARE * (mean - count))
-            evicting = 1 + _LOST * lost.get(name, 0.0)
+            held_up = 1 + others * (count + arrivals * (missed + ahead))
             costs[name] = (
                 future * view.round_trip_ms
                 + crowd * running
-                + paces.get(name, 1.0) * prefill * (missed * held_up * evicting + ahead)
+                + paces.get(name, 1.0) * prefill * (missed * held_up + ahead)
                 + waiting_ms
             )
         target = candidates[self.least(list(costs.values()))]
@@ -196,15 +193,13 @@ class PredictedLatency(TreePolicy):
         here, is_full = self._hits.get(flight.target, 0), flight.target in self._full
         self._sent[id(flight)] = _Hit(here, self._longest, is_full)
         missed = flight.request.num_tokens - flight.decision.hit_tokens
-        self._mean_missed += _LEARNING * (missed - self._mean_missed)
+        self._mean_missed = _mean(self._mean_missed, missed)
         super().on_sent(flight)
 
     def on_finished(self, flight: Flight) -> None:
         hit = self._sent.pop(id(flight))
         if flight.decision.reason is not RoutingReason.FORWARDED:
             self._learn_output(flight)
-            if flight.cached_tokens is not None:
-                self._learn_lost(flight, hit.here - flight.cached_tokens)
             if not hit.is_full:
                 self._learn_first_token(flight, hit)
         super().on_finished(flight)
@@ -215,7 +210,6 @@ class PredictedLatency(TreePolicy):
     def on_replica_gone(self, target: ReplicaId) -> None:
         super().on_replica_gone(target)
         self._paces.pop(target, None)
-        self._lost.pop(target, None)
 
     def tick(self, now_s: float) -> None:
         for target, pace in self._paces.items():
@@ -225,15 +219,10 @@ class PredictedLatency(TreePolicy):
         assert flight.first_token_s is not None
         assert flight.ended_s is not None
         output, rest_ms = flight.output_tokens, 1000 * (flight.ended_s - flight.first_token_s)
-        self._mean_output += _LEARNING * (output - self._mean_output)
-        self._answer_ms += _LEARNING * (rest_ms - self._answer_ms)
+        self._mean_output = _mean(self._mean_output, output)
+        self._answer_ms = _mean(self._answer_ms, rest_ms)
         if output > 1:
             self.output_ms.learn(flight.outstanding, rest_ms / (output - 1))
-
-    def _learn_lost(self, flight: Flight, missing_tokens: int) -> None:
-        known = self._lost.get(flight.target, 0.0)
-        lost = max(0, missing_tokens) / flight.request.num_tokens
-        self._lost[flight.target] = known + _FAST_LEARNING * (lost - known)
 
     def _learn_first_token(self, flight: Flight, hit: _Hit) -> None:
         assert flight.first_token_s is not None
@@ -254,9 +243,14 @@ class PredictedLatency(TreePolicy):
         predicted_ms = self.first_token_ms(ahead)
         taken_ms = min(max(0.0, taken_ms), _OUTLIER * predicted_ms + 200)
         self.first_token_ms.learn(ahead, taken_ms)
-        self._prefill_ms += _LEARNING * (predicted_ms - self._prefill_ms)
+        self._prefill_ms = _mean(self._prefill_ms, predicted_ms)
         if predicted_ms > 0:
             # Short times say little of a replica's pace.
             weight = _FAST_LEARNING * min(1.0, predicted_ms / self._prefill_ms)
             pace = self._paces.get(flight.target, 1.0)
             self._paces[flight.target] = pace + weight * (taken_ms / predicted_ms - pace)
+
+
+def _mean(known: float, value: float) -> float:
+    """Return the running mean after ``value``, which is the first if the mean is 0."""
+    return known + _LEARNING * (value - known) if known else value
