@@ -9,7 +9,7 @@ from random import Random
 
 from banaserve_route.sim.replica import Accelerator
 from banaserve_route.sim.world import RegionSystem, Setting
-from benchmarks.routers.loads import LOADS, Session, unlimited
+from benchmarks.routers.loads import LOADS, LoadSession, unlimited
 
 SPEC = Accelerator(8.0, 0.04, 0.06, 200_000, 1_000_000, 32, 8192)
 """About an H100 with a model of 8B parameters and a batch of 32: free memory for 200,000 running
@@ -58,7 +58,7 @@ SYSTEMS: Mapping[str, RegionSystem] = {
 VARIANTS: Mapping[str, RegionSystem] = {
     "skywalker as-coded": RegionSystem("skywalker", "as-coded"),
     "gorgo_v1 proxy": RegionSystem("gorgo_v1", "proxy", central=True),
-    "gorgo untuned": RegionSystem("gorgo", "untuned", central=True),
+    "gorgo tuned": RegionSystem("gorgo", central=True, options={"tuning": "repaired"}),
     "preble published": RegionSystem("preble", "published"),
     "preble E2 only": RegionSystem(
         "preble", options={"balance_threshold": 0, "scales_hot_prefixes": False}
@@ -69,7 +69,7 @@ VARIANTS: Mapping[str, RegionSystem] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class RouterCell:
     """One comparison of all systems."""
 
     load: str
@@ -111,19 +111,19 @@ class Cell:
         ), bound
 
 
-def cells() -> Iterator[Cell]:
+def cells() -> Iterator[RouterCell]:
     """Yield all cells, those without a store first, and of all loads before the next level."""
     for has_store in (False, True):
         for level in LEVELS:
             for load in LOADS:
                 for layout in LAYOUTS:
                     if not has_store or load not in UNSHARED:
-                        yield Cell(load, level, layout, has_store)
+                        yield RouterCell(load, level, layout, has_store)
 
 
 def _timed(
-    sessions: list[Session], within_s: float, rng: Random
-) -> Iterator[tuple[float, Session]]:
+    sessions: list[LoadSession], within_s: float, rng: Random
+) -> Iterator[tuple[float, LoadSession]]:
     """Yield all ``sessions`` with their arrivals within ``within_s``: the trace's, or Poisson."""
     times_s = [session.at_s or 0.0 for session in sessions]
     first_s, last_s = min(times_s), max(times_s)

@@ -30,7 +30,7 @@ from banaserve.base.errors import UserError
 from banaserve_bench.results import result
 from banaserve_bench.results.result import Figure, figure
 from banaserve_route.sim.world import RequestOutcome, simulate
-from benchmarks.routers.cells import SYSTEMS, VARIANTS, Cell, cells
+from benchmarks.routers.cells import SYSTEMS, VARIANTS, RouterCell, cells
 
 DEFAULT = "predicted_latency"
 BASELINE = "round_robin"
@@ -64,7 +64,7 @@ def _is_good(one: Any) -> bool:
     return bool(ttft_s <= 1 + 1e-4 * one.prompt_tokens and rest_s <= 0.05 * one.output_tokens)
 
 
-def run(cell: Cell, data: Path, seeds: int) -> dict[str, Any]:
+def run(cell: RouterCell, data: Path, seeds: int) -> dict[str, Any]:
     """Return each system's means over the seeds, and the bound of an unlimited cache."""
     found: dict[str, list[Row]] = {name: [] for name in cell.systems}
     bounds = []

@@ -29,7 +29,7 @@ _UNLIMITED_BYTES = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class LoadSession:
     """Calls of one client.
 
     Attributes:
@@ -55,7 +55,7 @@ class Session:
         return run
 
 
-def unlimited(sessions: list[Session], spec: Accelerator) -> tuple[float, float]:
+def unlimited(sessions: list[LoadSession], spec: Accelerator) -> tuple[float, float]:
     """Return the work and the hits of ``sessions`` with one unlimited cache for all.
 
     Returns:
@@ -77,7 +77,7 @@ def unlimited(sessions: list[Session], spec: Accelerator) -> tuple[float, float]
     return (spec.prefill_ms_per_token * missed + step_ms * output) / 1000, hit_units / units
 
 
-def agents(data: Path, rng: Random, size: int) -> Iterator[Session]:
+def agents(data: Path, rng: Random, size: int) -> Iterator[LoadSession]:
     """Yield coding sessions of the manifest; pauses of people are cut to ``_PAUSE_S``.
 
     Turns are not in the manifest: 4 to 24 here, fewer than the field's median of 43.
@@ -106,10 +106,10 @@ def agents(data: Path, rng: Random, size: int) -> Iterator[Session]:
             pause_s = rng.lognormvariate(kind["mu"], kind["sigma"]) / 1000
             steps += [[call], min(_PAUSE_S, pause_s)]
         size -= turns
-        yield Session(steps)
+        yield LoadSession(steps)
 
 
-def graphs(data: Path, rng: Random, size: int) -> Iterator[Session]:
+def graphs(data: Path, rng: Random, size: int) -> Iterator[LoadSession]:
     """Yield instances of the graphs of agents' calls: calls that overlap in time are made at once.
 
     Instances of one graph share the system prompt, which is made as long as that of agents.
@@ -130,10 +130,10 @@ def graphs(data: Path, rng: Random, size: int) -> Iterator[Session]:
                 calls.append(ProgramCall(prompt, _output(rng, len(answer)), salt.hex()))
             steps += [pause_s, calls]
             size -= len(calls)
-        yield Session(steps[1:])
+        yield LoadSession(steps[1:])
 
 
-def tools(data: Path, rng: Random, size: int) -> Iterator[Session]:
+def tools(data: Path, rng: Random, size: int) -> Iterator[LoadSession]:
     """Yield ToolBench's runs, of tools with Zipf popularity; functions are shared, the rest is not.
 
     A step's answer is what its successor's messages add.
@@ -154,10 +154,10 @@ def tools(data: Path, rng: Random, size: int) -> Iterator[Session]:
             prompt = start + salt + _text(json.dumps(row["messages"]))
             steps += [[ProgramCall(prompt, _output(rng, 400), salt.hex())], rng.expovariate(1.0)]
         size -= len(rows)
-        yield Session(steps)
+        yield LoadSession(steps)
 
 
-def households(data: Path, rng: Random, size: int) -> Iterator[Session]:
+def households(data: Path, rng: Random, size: int) -> Iterator[LoadSession]:
     """Yield ALFWorld episodes: two examples of a task, then turns of 26 tokens with an observation.
 
     The examples of each of twelve tasks are shared; the episode's turns are those of a third one.
@@ -179,10 +179,10 @@ def households(data: Path, rng: Random, size: int) -> Iterator[Session]:
             steps.append([call])
             history += call.output
         size -= len(turns)
-        yield Session(steps)
+        yield LoadSession(steps)
 
 
-def documents(data: Path, rng: Random, size: int) -> Iterator[Session]:
+def documents(data: Path, rng: Random, size: int) -> Iterator[LoadSession]:
     """Yield LooGLE's questions, one a session, on forty documents: four copies of each of ten."""
     rows = [
         row
@@ -197,10 +197,10 @@ def documents(data: Path, rng: Random, size: int) -> Iterator[Session]:
             prompt + rng.randbytes(2 * UNIT_BYTES), rng.randbytes(2 * UNIT_BYTES), ""
         )
         size -= 1
-        yield Session([[call]], key=str(number))
+        yield LoadSession([[call]], key=str(number))
 
 
-def trees(data: Path, rng: Random, size: int) -> Iterator[Session]:
+def trees(data: Path, rng: Random, size: int) -> Iterator[LoadSession]:
     """Yield SkyWalker's trees of thoughts, two branches and four stages, on questions of GSM8K."""
     rows = [row for _, row in read_records(data / "gsm8k/train.jsonl.zst", 2000)]
     common = _named("tree", 256)
@@ -219,10 +219,10 @@ def trees(data: Path, rng: Random, size: int) -> Iterator[Session]:
             steps.append(calls)
             level = [call.prompt + call.output for call in calls]
         size -= 30
-        yield Session(steps)
+        yield LoadSession(steps)
 
 
-def chats(data: Path, rng: Random, size: int) -> Iterator[Session]:
+def chats(data: Path, rng: Random, size: int) -> Iterator[LoadSession]:
     """Yield MT-bench's conversations, made longer: its turns again and again, after one start."""
     rows = [row["turns"] for _, row in read_records(data / "chat/mt_bench.jsonl.zst")]
     common = _named("chat", 512)
@@ -236,10 +236,10 @@ def chats(data: Path, rng: Random, size: int) -> Iterator[Session]:
             steps += [[call], min(_PAUSE_S, rng.lognormvariate(log(8), 1.0))]
             history += call.output
         size -= turns
-        yield Session(steps)
+        yield LoadSession(steps)
 
 
-def code(data: Path, rng: Random, size: int) -> Iterator[Session]:
+def code(data: Path, rng: Random, size: int) -> Iterator[LoadSession]:
     """Yield HumanEval's tasks as Reflexion tries them: one to five attempts, each with the last."""
     rows = [row["prompt"] for _, row in read_records(data / "code/humaneval_py.jsonl.zst")]
     common = _named("code", 768)
@@ -252,13 +252,15 @@ def code(data: Path, rng: Random, size: int) -> Iterator[Session]:
             steps += [[call], 0.5]
             prompt += call.output + rng.randbytes(_units(400))
         size -= attempts
-        yield Session(steps)
+        yield LoadSession(steps)
 
 
-def _trace(name: str, hash_tokens: int = 512) -> Callable[[Path, Random, int], Iterator[Session]]:
+def _trace(
+    name: str, hash_tokens: int = 512
+) -> Callable[[Path, Random, int], Iterator[LoadSession]]:
     """Return the reader of ``size`` requests in a row of a trace, from a place that is drawn."""
 
-    def read(data: Path, rng: Random, size: int) -> Iterator[Session]:
+    def read(data: Path, rng: Random, size: int) -> Iterator[LoadSession]:
         rows = _rows(data / f"traces/{name}.jsonl.zst")
         first = rng.randrange(max(1, len(rows) - size))
         for at_s, make in replay(rows[first : first + size], hash_tokens=hash_tokens):
@@ -266,7 +268,7 @@ def _trace(name: str, hash_tokens: int = 512) -> Callable[[Path, Random, int], I
             assert isinstance(step, list)
             # Requests of one conversation agree in their third block.
             key = step[0].prompt[: 3 * hash_tokens // BLOCK_TOKENS * UNIT_BYTES].hex()
-            yield Session([step], at_s, key if rows[0].hash_ids else "")
+            yield LoadSession([step], at_s, key if rows[0].hash_ids else "")
 
     return read
 
@@ -276,7 +278,7 @@ def _rows(path: Path) -> list[Arrival]:
     return read_trace(path)
 
 
-LOADS: Mapping[str, Callable[[Path, Random, int], Iterator[Session]]] = {
+LOADS: Mapping[str, Callable[[Path, Random, int], Iterator[LoadSession]]] = {
     "agents": agents,
     "agent graphs": graphs,
     "tool use": tools,

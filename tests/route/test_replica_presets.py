@@ -141,7 +141,7 @@ ROWS = [
     # What is being decoded is no backlog.
     Row(
         "gorgo",
-        "untuned",
+        "repaired",
         {"a": {"outstanding_tokens": 60_000}, "b": {"round_trip_ms": 100.0}},
         "a",
         RoutingReason.LOWEST_COST,

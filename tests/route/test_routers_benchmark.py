@@ -12,7 +12,7 @@ import zstandard
 from banaserve.base.errors import UserError
 from banaserve_bench.results import result
 from benchmarks.routers import cells, command
-from benchmarks.routers.cells import SYSTEMS, Cell
+from benchmarks.routers.cells import SYSTEMS, RouterCell
 from benchmarks.routers.loads import LOADS, unlimited
 
 LOGNORMAL = {"mu": 5.0, "sigma": 0.5, "max": 2000}
@@ -69,8 +69,8 @@ def test_every_system_answers_every_request_of_a_cell(
     monkeypatch.setattr(cells, "CALLS", 40)
     done = {}
     for cell in (
-        Cell("agents", "below", "one region", False),
-        Cell("Mooncake", "above", "three regions", True),
+        RouterCell("agents", "below", "one region", False),
+        RouterCell("Mooncake", "above", "three regions", True),
     ):
         done[cell.name] = found = command.run(cell, data, 2)
         assert found["systems"].keys() == cell.systems.keys() >= SYSTEMS.keys()

@@ -33,8 +33,7 @@ from banaserve_route.policies.prefixes.tree_policy import TreeOptions, TreePolic
 from banaserve_route.policies.registry import register
 
 _FEW = 4
-"""In fleets of more than twice as many replicas, so many with the longest prefix are compared with
-as many at random."""
+"""Number of replicas with the longest prefix, and of others at random, compared in large fleets."""
 
 _FUTURE = 2.0
 _DELAYED = 4.0
