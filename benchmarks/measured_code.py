@@ -62,8 +62,12 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
         "prefix-ttft": (*_REQUESTS, "benchmarks/prefix_ttft.py"),
         "rebalancing": (*_REQUESTS, *_PACE, "banaserve/orchestrator", "benchmarks/rebalancing.py"),
         "recovery": (*_REQUESTS, "banaserve/serving/instances", "benchmarks/recovery"),
-        "regions": ("route/banaserve_route", *_SIMULATOR),
         "router": ("route/banaserve_route/balancer", "banaserve/base/net", "benchmarks/router"),
+        "routers": (
+            "route/banaserve_route/policies",
+            "route/banaserve_route/sim",
+            "benchmarks/routers",
+        ),
         "silicon": _SILICON,
         "silicon-runs": (*_SILICON, "benchmarks/whole_runs.py"),
         "simulate-paper": (

@@ -82,12 +82,15 @@ BENCHMARKS = {
         "benchmarks.rebalancing",
         "What do streams gain that move from an overloaded instance to idle ones?",
     ),
-    "regions": Benchmark("benchmarks.regions", "What does a policy give clients of three regions?"),
     "results": Benchmark(
         "benchmarks.results_page", "What do all committed results say, as pages with plots?"
     ),
     "router": Benchmark(
         "benchmarks.router.command", "What does a router cost a request and a streamed part?"
+    ),
+    "routers": Benchmark(
+        "benchmarks.routers.command",
+        "Which routing policy is best under which real load, and how far is the default from it?",
     ),
     "served": Benchmark(
         "benchmarks.served",

@@ -27,7 +27,7 @@ PROMPT_TOKENS = (1_000, 8_000, 100_000)
 HEADLINE = (64, 8_000)
 POLICY = "skywalker"
 """Policy whose decisions are ``decisions_per_s``: prefixes and two layers, the longest path."""
-POLICIES = ("round_robin", "skywalker", "cache_aware", "gorgo", "preble")
+POLICIES = ("round_robin", "predicted_latency", "skywalker", "cache_aware", "gorgo", "preble")
 UNIT_BYTES = 4
 _SHARED = 40
 _WARM_UP = 200

@@ -118,8 +118,8 @@ def gorgo() -> list[PaperCase]:
         {
             "gorgo published": RegionSystem("gorgo", "published", central=True),
             "gorgo as coded": RegionSystem("gorgo", "as-coded", central=True),
-            "gorgo untuned": RegionSystem("gorgo", "untuned", central=True),
-            "gorgo repaired": RegionSystem("gorgo", central=True),
+            "gorgo untuned": RegionSystem("gorgo", central=True),
+            "gorgo repaired": RegionSystem("gorgo", central=True, options={"tuning": "repaired"}),
             "session affinity": RegionSystem("session_affinity", "as-coded", central=True),
             "least load": RegionSystem("least_load", "as-coded", central=True, staleness_s=30.0),
             "least load, live": RegionSystem("least_load", central=True),

@@ -12,7 +12,12 @@ import pytest
 import uvloop
 
 from banaserve_route.balancer.balancer import Balancer
-from banaserve_route.balancer.config import BalancerSettings, HealthSettings, ReplicaSettings
+from banaserve_route.balancer.config import (
+    BalancerSettings,
+    HealthSettings,
+    PolicySettings,
+    ReplicaSettings,
+)
 from banaserve_route.balancer.server import listen, tick
 from benchmarks.router.link import RegionLink
 from ports import held_port
@@ -201,7 +206,8 @@ class House:
         return made
 
     async def balance(self, *replicas, health=None, **settings):
-        """Start a balancer over ``replicas``: servers, URLs or settings."""
+        """Start a balancer over ``replicas``, which take turns: servers, URLs or settings."""
+        settings.setdefault("policy", PolicySettings(name="round_robin"))
         told = []
         for one in replicas:
             url = one if isinstance(one, str) else getattr(one, "url", None)

@@ -68,7 +68,7 @@ async def test_counters_may_be_stale_for_comparison(house):
 
 
 async def test_weights_are_taken_back_while_serving_and_held(house):
-    told = PolicySettings(name="gorgo", options={"tuner": {"window": 8}})
+    told = PolicySettings(name="gorgo", options={"tuning": "repaired", "tuner": {"window": 8}})
     balancer = await house.balance(await house.replica(), policy=told, health=HEALTH)
     policy = balancer.fleet.policy
 

@@ -65,7 +65,7 @@ FULL = {"outstanding": 32}
         # As printed 100 ms count as 28 tokens, and what is decoding counts as queued.
         ({"preset": "published"}, {}, FAR, 30, B),
         ({"preset": "published"}, {"outstanding_tokens": 60}, FAR, 0, B),
-        ({"preset": "untuned"}, {"outstanding_tokens": 60_000}, FAR, 0, A),
+        ({}, {"outstanding_tokens": 60_000}, FAR, 0, A),
     ],
 )
 def test_gorgo_weighs_distance_prefill_and_backlog(section, near, far, hit_on_far, target):
@@ -77,7 +77,7 @@ def test_gorgo_weighs_distance_prefill_and_backlog(section, near, far, hit_on_fa
 
 
 def test_gorgo_tells_its_costs_in_milliseconds_and_draws_among_equals():
-    fleet = fleet_of("gorgo", ReplicaView(A), ReplicaView(B, round_trip_ms=1.0), preset="untuned")
+    fleet = fleet_of("gorgo", ReplicaView(A), ReplicaView(B, round_trip_ms=1.0))
     decision = choose(fleet)
     assert decision.scores_ms == pytest.approx({"a": 94.0, "b": 95.0})
     assert {choose(fleet).target for _ in range(40)} == {A, B}
@@ -268,7 +268,7 @@ def test_failing_is_no_way_to_score_and_a_hopeless_candidate_ends_early():
 
 
 def test_a_client_that_goes_away_says_nothing_of_the_weights():
-    tuned = {"tuner": TunerOptions(window=8)}
+    tuned = {"tuning": "repaired", "tuner": TunerOptions(window=8)}
     for is_fault, phase in ((False, 0), (True, 1)):
         fleet = fleet_of("gorgo", ReplicaView(A), **tuned)
         for number in range(8):

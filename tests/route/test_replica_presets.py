@@ -62,6 +62,7 @@ DIP = (("u" * 383, "a"), ("v" * 100, "b"))
 
 ROWS = [
     Row("round_robin", "plain", FIVE_AND_ONE, "a", RoutingReason.TURN),
+    Row("predicted_latency", "learnt", NINE, "a", RoutingReason.LOWEST_COST, served=HERE),
     Row("random", "plain", {"a": {"outstanding": 9}}, "a", RoutingReason.RANDOM),
     Row("power_of_two", "plain", FIVE_AND_ONE, "b", RoutingReason.LEAST_LOADED),
     # Forty that somebody else has sent to b count as coded only.
@@ -140,7 +141,7 @@ ROWS = [
     # What is being decoded is no backlog.
     Row(
         "gorgo",
-        "untuned",
+        "repaired",
         {"a": {"outstanding_tokens": 60_000}, "b": {"round_trip_ms": 100.0}},
         "a",
         RoutingReason.LOWEST_COST,

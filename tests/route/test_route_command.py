@@ -25,8 +25,11 @@ REPLICA = ["--replica", "http://127.0.0.1:9"]
         ([], "no replica"),
         ([*REPLICA, "--polcy", "x"], "unrecognized arguments: --polcy"),
         ([*REPLICA, "--policy", "round_robbin"], "did you mean round_robin?"),
-        ([*REPLICA, "--preset", "pliant"], "unknown preset of policy round_robin: pliant"),
-        ([*REPLICA, "--policy-option", "speed=3"], "unknown option of policy round_robin: speed"),
+        ([*REPLICA, "--preset", "pliant"], "unknown preset of policy predicted_latency: pliant"),
+        (
+            [*REPLICA, "--policy-option", "speed=3"],
+            "unknown option of policy predicted_latency: speed",
+        ),
         ([*REPLICA, "--policy-option", "speed"], "write KEY=VALUE"),
         ([*REPLICA, *REPLICA], "replica http://127.0.0.1:9 is there twice"),
         (["--replica", "127.0.0.1:9"], "write http://HOST:PORT"),

@@ -174,7 +174,8 @@ async def test_a_file_is_followed_and_a_mistake_in_it_changes_nothing(tmp_path, 
 
 
 def gorgo(path):
-    return settings_of(1, policy=PolicySettings(name="gorgo", state_file=str(path)))
+    policy = PolicySettings(name="gorgo", options={"tuning": "repaired"}, state_file=str(path))
+    return settings_of(1, policy=policy)
 
 
 def test_what_a_policy_has_learned_survives_a_restart(tmp_path):

@@ -130,7 +130,7 @@ class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             change while serving.
     """
 
-    name: str = "round_robin"
+    name: str = "predicted_latency"
     preset: str = ""
     options: dict[str, Any] = {}
     seed: int = 0

@@ -36,6 +36,7 @@ class Report:
     Attributes:
         queue_length: Length of a peer's own queue.
         num_available: Number of a peer's replicas that can start a request at once.
+        num_replicas: Number of a peer's replicas.
     """
 
     at_s: float
@@ -44,6 +45,7 @@ class Report:
     kv_used_fraction: float = 0.0
     queue_length: int = 0
     num_available: int = 0
+    num_replicas: int = 0
 
 
 class Fleet:
@@ -118,6 +120,7 @@ class Fleet:
         view.sent_since_report = 0
         if isinstance(view, PeerView):
             view.queue_length, view.num_available = report.queue_length, report.num_available
+            view.num_replicas = report.num_replicas
 
     def measured_round_trip(self, target: ReplicaId, milliseconds: float) -> None:
         """Record a measured round-trip time; all but the first are smoothed."""
@@ -157,6 +160,7 @@ class Fleet:
         if view is not None:
             flight.backlog_tokens = view.uncached_tokens
             flight.outstanding_tokens = view.outstanding_tokens
+            flight.outstanding = view.outstanding
             flight.round_trip_ms = view.round_trip_ms
             self._count(view, flight, +1)
             self._count_prefill(view, flight, +1)

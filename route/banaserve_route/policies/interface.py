@@ -116,10 +116,12 @@ class PeerView(ReplicaView):
     Attributes:
         queue_length: Reported number of requests held in its queue.
         num_available: Reported number of its replicas that can start a request at once.
+        num_replicas: Reported number of its replicas.
     """
 
     queue_length: int = 0
     num_available: int = 0
+    num_replicas: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +192,7 @@ class Flight:
     Attributes:
         backlog_tokens: ``uncached_tokens`` of the target before this request was added.
         outstanding_tokens: ``outstanding_tokens`` of the target before this request was added.
+        outstanding: ``outstanding`` of the target before this request was added.
         round_trip_ms: Round-trip time of the target when the request was sent.
         cached_tokens: Cached prompt tokens that the replica reports; None without a report.
         is_fault: True if a failure is the target's fault: not that of a client that disconnected,
@@ -202,6 +205,7 @@ class Flight:
     sent_s: float
     backlog_tokens: int = 0
     outstanding_tokens: int = 0
+    outstanding: int = 0
     round_trip_ms: float = 0.0
     first_token_s: float | None = None
     ended_s: float | None = None

@@ -25,6 +25,7 @@ BUILT_IN = (
     "gorgo.gorgo_v1",
     "baselines.power_of_two",
     "preble.policy",
+    "predicted_latency",
     "baselines.prefix_cache",
     "baselines.random_choice",
     "baselines.round_robin",

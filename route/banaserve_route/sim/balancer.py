@@ -88,6 +88,7 @@ class SimBalancer:
             running=sum(replica.num_running for replica in replicas),
             queue_length=len(self.queue),
             num_available=sum(replica.has_room for replica in replicas),
+            num_replicas=len(replicas),
         )
 
     def _pump(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 
@@ -18,8 +18,8 @@ class ProgramCall:
     session: str
 
 
-Program = Generator[list[ProgramCall], None, None]
-"""Generator of the calls that are made at once; it continues when all of them are answered."""
+Program = Iterator[list[ProgramCall] | float]
+"""Calls that are made at once, the next ones when all are answered; or a pause in seconds."""
 
 MakeProgram = Callable[[Random, str], Program]
 

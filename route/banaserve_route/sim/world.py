@@ -20,6 +20,7 @@ from banaserve_route.sim.replica import (
     UNIT_BYTES,
     Accelerator,
     ReplicaJob,
+    SharedStore,
     SimReplica,
 )
 
@@ -55,6 +56,9 @@ class Setting:
         round_trips_ms: Round trips between different regions in milliseconds, in either order.
         start_within_s: Time within which clients start at random, in seconds; with programs of one
             request, the whole duration gives an open loop.
+        max_output_tokens: Number of output tokens that balancers expect of every answer, as from
+            ``max_tokens``; 0 for the true number of each.
+        has_store: True if the replicas of a region share a KV store.
     """
 
     replicas: Mapping[str, int]
@@ -64,6 +68,8 @@ class Setting:
     duration_s: float = 120.0
     start_within_s: float = 5.0
     arrivals: Mapping[str, Arrivals] = field(default_factory=dict)
+    max_output_tokens: int = 0
+    has_store: bool = False
 
     def matrix(self) -> RoundTrips:
         """Return the round trip between every two regions in milliseconds, in both orders."""
@@ -80,7 +86,14 @@ class Setting:
 
 @dataclass(slots=True)
 class Record:
-    """Request as its client saw it; ``done_s`` is None if the time ran out first."""
+    """Request as its client saw it; ``done_s`` is None if the time ran out first.
+
+    Attributes:
+        client: Name of the client.
+        began_s: Start of the client's program plus all pauses since, so that ``first_s - began_s``
+            is its time spent waiting for answers.
+        hit_tokens: Number of prompt tokens that were not computed.
+    """
 
     region: str
     sent_s: float
@@ -89,6 +102,8 @@ class Record:
     first_s: float | None = None
     done_s: float | None = None
     hit_tokens: int = 0
+    client: str = ""
+    began_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +112,13 @@ class RequestOutcome:
 
     Attributes:
         most_outstanding: Maximum number of outstanding requests of each replica.
+        busy_s: Time of each replica's steps, in seconds.
     """
 
     duration_s: float
     records: list[Record]
     most_outstanding: list[int]
+    busy_s: list[float] = field(default_factory=list)
 
     def done(self) -> list[Record]:
         """Return the requests that were answered."""
@@ -158,25 +175,31 @@ class RequestOutcome:
 
 
 def simulate(setting: Setting, system: RegionSystem, seed: int) -> RequestOutcome:
-    """Run ``system`` in ``setting``; with one seed, clients do the same under every system."""
+    """Run ``system`` in ``setting``; with one seed, clients do the same under every system.
+
+    The run ends when no client has anything left to do, or else after ``duration_s``.
+    """
     timeline = Timeline()
     round_trips_ms = setting.matrix()
+    stores = {region: SharedStore() if setting.has_store else None for region in setting.replicas}
     replicas = [
-        SimReplica(f"{region}-{number}", region, setting.accelerator, timeline)
+        SimReplica(f"{region}-{number}", region, setting.accelerator, timeline, stores[region])
         for region, count in sorted(setting.replicas.items())
         for number in range(count)
     ]
-    doors = _doors(setting, system, replicas, round_trips_ms, timeline, seed)
-    records: list[Record] = []
-    for region, name, make_program, start_s in _starts(setting, seed):
+    starts = list(_starts(setting, seed))
+    clients = _Clients(timeline, setting.max_output_tokens, len(starts))
+    doors = _doors(setting, system, replicas, round_trips_ms, clients, seed)
+    for region, name, make_program, start_s in starts:
         door = doors[region]
         one_way_s = round_trips_ms[region, door.region] / 2000
         program = make_program(Random(f"{seed}/{name}"), name)
-        client = _Client(region, program, door, one_way_s, timeline, records)
-        timeline.at(start_s, client.go_on)
+        client = _Client(region, name, program, door, one_way_s, clients)
+        timeline.at(start_s, client.begin)
     timeline.run(setting.duration_s)
     most = [replica.most_outstanding for replica in replicas]
-    return RequestOutcome(setting.duration_s, records, most)
+    busy_s = [replica.busy_s for replica in replicas]
+    return RequestOutcome(setting.duration_s, clients.records, most, busy_s)
 
 
 def _starts(setting: Setting, seed: int) -> Iterator[tuple[str, str, MakeProgram, float]]:
@@ -197,7 +220,7 @@ def _doors(
     system: RegionSystem,
     replicas: Sequence[SimReplica],
     round_trips_ms: RoundTrips,
-    timeline: Timeline,
+    clients: _Clients,
     seed: int,
 ) -> dict[str, SimBalancer]:
     """Return the balancer that each region's clients use."""
@@ -210,7 +233,15 @@ def _doors(
             unit_bytes=UNIT_BYTES,
             **system.options,
         )
-        return SimBalancer(region, policy, those, round_trips_ms, timeline, system.staleness_s)
+        return SimBalancer(
+            region,
+            policy,
+            those,
+            round_trips_ms,
+            clients.timeline,
+            system.staleness_s,
+            lambda: clients.num_left > 0,
+        )
 
     if system.central:
         only = balancer(next(iter(setting.replicas)), replicas)
@@ -225,28 +256,52 @@ def _doors(
     return doors
 
 
+@dataclass(slots=True)
+class _Clients:
+    """State that all clients of a run share."""
+
+    timeline: Timeline
+    max_output_tokens: int
+    num_left: int
+    records: list[Record] = field(default_factory=list)
+
+
 class _Client:
-    """Client that runs one program: it asks, waits for all answers, and continues."""
+    """Client that runs one program: it asks, waits for all answers or pauses, and continues."""
 
     def __init__(
         self,
         region: str,
+        name: str,
         program: Program,
         door: SimBalancer,
         one_way_s: float,
-        timeline: Timeline,
-        records: list[Record],
+        clients: _Clients,
     ) -> None:
         self._region = region
+        self._name = name
         self._program = program
         self._door = door
         self._one_way_s = one_way_s
-        self._timeline = timeline
-        self._records = records
+        self._clients = clients
+        self._timeline = clients.timeline
         self._open = 0
+        self._began_s = 0.0
 
-    def go_on(self, _: object = None) -> None:
-        asks = next(self._program, [])
+    def begin(self, _: object) -> None:
+        """Start the program."""
+        self._began_s = self._timeline.now_s
+        self._go_on()
+
+    def _go_on(self, _: object = None) -> None:
+        asks = next(self._program, None)
+        if isinstance(asks, float):
+            self._began_s += asks
+            self._timeline.after(asks, self._go_on)
+            return
+        if not asks:
+            self._clients.num_left -= 1
+            return
         self._open = len(asks)
         for ask in asks:
             self._ask(ask)
@@ -256,12 +311,13 @@ class _Client:
         num_output = len(ask.output) // UNIT_BYTES * BLOCK_TOKENS
         now_s = self._timeline.now_s
         record = Record(self._region, now_s, num_tokens, num_output)
-        self._records.append(record)
+        record.client, record.began_s = self._name, self._began_s
+        self._clients.records.append(record)
         request = Request(
-            RequestId(str(len(self._records))),
+            RequestId(str(len(self._clients.records))),
             num_tokens,
             ask.prompt,
-            num_output,
+            self._clients.max_output_tokens or num_output,
             session=ask.session,
             arrived_s=now_s,
         )
@@ -273,7 +329,7 @@ class _Client:
             record.done_s, record.hit_tokens = self._timeline.now_s, job.hit_tokens
             self._open -= 1
             if not self._open:
-                self.go_on()
+                self._go_on()
 
         job = ReplicaJob(
             request,

@@ -226,6 +226,7 @@ class PeerProber:
                 running=state.running,
                 queue_length=state.queue_length,
                 num_available=state.num_available,
+                num_replicas=len(state.replicas),
             ),
         )
         self._on_report()

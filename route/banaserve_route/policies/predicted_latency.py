@@ -1,0 +1,255 @@
+"""Predicted latency: the replica where a request costs the least time, its own and others'.
+
+    cost = F round trip + 2 c n + w p (missed (1 + n + later) + ahead) + waiting
+
+All in milliseconds, learnt from answers. p is the time of a prompt token that has to be computed:
+``missed`` of this request, ``ahead`` of those before it; w is the replica's pace. c is what each of
+n requests adds to an answer of mean length: they slow this one, and it slows them as much. Its
+prefill holds up the n requests, and those that come later, as long as anything is left to compute.
+F counts the requests that will follow this one for its prefix. ``waiting`` is for a place in a full
+batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from banaserve_route.policies.interface import (
+    FleetView,
+    Flight,
+    Need,
+    PeerView,
+    ReplicaId,
+    ReplicaView,
+    Request,
+    RoutingDecision,
+    RoutingReason,
+)
+from banaserve_route.policies.line import Line
+from banaserve_route.policies.policy import check_range
+from banaserve_route.policies.prefixes.tree_policy import TreeOptions, TreePolicy
+from banaserve_route.policies.registry import register
+
+_FEW = 4
+"""Number of replicas with the longest prefix, and of others at random, compared in large fleets."""
+
+_FUTURE = 2.0
+_DELAYED = 4.0
+"""Factor of the number of waiting requests that gives those delayed by one more, up to all."""
+
+_LEAST_PLACES = 16.0
+"""Size of a batch before a larger one has been reported."""
+
+_OUTLIER = 5.0
+"""Ratio to the predicted time at which a time to first token is cut off."""
+
+_LEARNING = 0.02
+_FAST_LEARNING = 0.05
+_PACE_PER_TICK = 0.98
+"""Rest of the difference to the fleet's pace after a tick: a slow replica is tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedLatencyOptions(TreeOptions):
+    """Options of ``predicted_latency``.
+
+    Attributes:
+        prefill_ms_per_token: Prefill time of a token, assumed until it is measured.
+        others: Weight of the time that a request costs the others at its replica: 0 for the lowest
+            latency of each request by itself.
+    """
+
+    prefill_ms_per_token: float = 0.05
+    others: float = 1.0
+
+    def __post_init__(self) -> None:
+        TreeOptions.__post_init__(self)
+        check_range(self, {"prefill_ms_per_token": (1e-6, 1e6), "others": (0, 100)})
+
+
+class _Hit(NamedTuple):
+    """What was known of a request's prefix: tokens at its target, most tokens at any replica."""
+
+    here: int
+    longest: int
+    is_full: bool
+
+
+@register("predicted_latency")
+class PredictedLatency(TreePolicy):
+    """Policy of a balancer for its replicas and peers.
+
+    A prefix that other replicas hold costs the share ``fetch_fraction`` of its prefill: 1, or less
+    if it turns out that replicas share a store.
+    """
+
+    PRESETS: ClassVar[Mapping[str, Any]] = {"learnt": PredictedLatencyOptions()}
+    needs: frozenset[Need] = frozenset({Need.REQUEST, Need.REPORTS, Need.PEERS})
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.first_token_ms = Line(self.options.prefill_ms_per_token, 1000.0)
+        self.output_ms = Line(0.1, 1.0)
+        self.fetch_fraction = 1.0
+        self._mean_missed = self._mean_output = self._hit_fraction = 0.0
+        self._answer_ms = self._prefill_ms = 0.0
+        self._places = _LEAST_PLACES
+        self._paces: dict[ReplicaId, float] = {}
+        self._hits: dict[ReplicaId, int] = {}
+        self._longest = 0
+        self._full: set[ReplicaId] = set()
+        self._sent: dict[int, _Hit] = {}
+
+    def choose(self, request: Request, fleet: FleetView) -> RoutingDecision:
+        self._hits = self.hits(request)
+        self._longest = max(self._hits.values(), default=0)
+        if len(fleet.replicas) > 2 * _FEW:
+            decision = super().choose(request, self._few(fleet))
+            if decision.target is not None:
+                return decision
+        return super().choose(request, fleet)
+
+    def _few(self, fleet: FleetView) -> FleetView:
+        """Return ``fleet`` with a part of its replicas."""
+        views, draw = fleet.replicas, self.generator.random()
+        few = {}
+        if self._hits:
+            best = [one for one, hit in self._hits.items() if hit == self._longest]
+            first = int(draw * len(best))
+            for one in (best[first:] + best[:first])[:_FEW]:
+                if one in fleet.by_id:
+                    few[one] = fleet.by_id[one]
+        first = int(draw * len(views))
+        for number in range(_FEW):
+            view = views[(first + number * len(views) // _FEW) % len(views)]
+            few[view.id] = view
+        return FleetView(
+            fleet.now_s,
+            fleet.region,
+            fleet.queue_length,
+            list(few.values()),
+            fleet.peers,
+            fleet.by_id,
+        )
+
+    def pick(
+        self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
+    ) -> RoutingDecision:
+        hits, longest, tokens = self._hits, self._longest, request.num_tokens
+        self._hit_fraction += _LEARNING * (longest / tokens - self._hit_fraction)
+        future = min(_FUTURE, 1 / max(1e-3, 1 - self._hit_fraction))
+        prefill, others = self.first_token_ms.slope, self.options.others
+        crowd = 2 * others * self.output_ms.slope * self._mean_output
+        # Requests that come to a replica while it computes a token.
+        arrivals = sum([view.outstanding for view in candidates]) / len(candidates)
+        arrivals *= prefill / self._answer_ms if self._answer_ms else 0.0
+        fetch, paces = self.fetch_fraction, self._paces
+        self._full.clear()
+        costs = {}
+        for view in candidates:
+            name, count, ahead = view.id, float(view.outstanding), float(view.uncached_tokens)
+            if isinstance(view, PeerView):
+                count, ahead = self._of_a_replica(view)
+            elif view.running > self._places:
+                self._places = view.running
+            running, waiting_ms = count, 0.0
+            if view.pending and count > self._places:
+                self._full.add(name)
+                running = self._places
+                waiting = count - running
+                delayed = waiting + others * min(count, _DELAYED * waiting)
+                waiting_ms = self._answer_ms / running * delayed
+            missed = tokens - longest + fetch * (longest - hits.get(name, 0))
+            held_up = 1 + others * (count + arrivals * (missed + ahead))
+            costs[name] = (
+                future * view.round_trip_ms
+                + crowd * running
+                + paces.get(name, 1.0) * prefill * (missed * held_up + ahead)
+                + waiting_ms
+            )
+        target = candidates[self.least(list(costs.values()))]
+        is_far = isinstance(target, PeerView)
+        missed = tokens - longest + fetch * (longest - hits.get(target.id, 0))
+        return RoutingDecision(
+            target.id,
+            RoutingReason.FORWARDED if is_far else RoutingReason.LOWEST_COST,
+            max(0, tokens - round(missed)),
+            costs,
+        )
+
+    def _of_a_replica(self, peer: PeerView) -> tuple[float, float]:
+        """Return requests and tokens ahead of a mean replica of ``peer``."""
+        replicas, ahead = max(1, peer.num_replicas), float(peer.uncached_tokens)
+        if not peer.num_available:
+            waiting = peer.pending + peer.queue_length - peer.prefilling
+            ahead += self._mean_missed * max(0, waiting)
+        count = max(peer.outstanding, peer.running + peer.pending + peer.queue_length)
+        return count / replicas, ahead / replicas
+
+    def on_sent(self, flight: Flight) -> None:
+        here, is_full = self._hits.get(flight.target, 0), flight.target in self._full
+        self._sent[id(flight)] = _Hit(here, self._longest, is_full)
+        missed = flight.request.num_tokens - flight.decision.hit_tokens
+        self._mean_missed = _mean(self._mean_missed, missed)
+        super().on_sent(flight)
+
+    def on_finished(self, flight: Flight) -> None:
+        hit = self._sent.pop(id(flight))
+        if flight.decision.reason is not RoutingReason.FORWARDED:
+            self._learn_output(flight)
+            if not hit.is_full:
+                self._learn_first_token(flight, hit)
+        super().on_finished(flight)
+
+    def on_failed(self, flight: Flight) -> None:
+        del self._sent[id(flight)]
+
+    def on_replica_gone(self, target: ReplicaId) -> None:
+        super().on_replica_gone(target)
+        self._paces.pop(target, None)
+
+    def tick(self, now_s: float) -> None:
+        for target, pace in self._paces.items():
+            self._paces[target] = 1 + _PACE_PER_TICK * (pace - 1)
+
+    def _learn_output(self, flight: Flight) -> None:
+        assert flight.first_token_s is not None
+        assert flight.ended_s is not None
+        output, rest_ms = flight.output_tokens, 1000 * (flight.ended_s - flight.first_token_s)
+        self._mean_output = _mean(self._mean_output, output)
+        self._answer_ms = _mean(self._answer_ms, rest_ms)
+        if output > 1:
+            self.output_ms.learn(flight.outstanding, rest_ms / (output - 1))
+
+    def _learn_first_token(self, flight: Flight, hit: _Hit) -> None:
+        assert flight.first_token_s is not None
+        taken_ms = 1000 * (flight.first_token_s - flight.sent_s) - flight.round_trip_ms
+        cached, tokens = flight.cached_tokens, flight.request.num_tokens
+        new, elsewhere = tokens - hit.longest + flight.backlog_tokens, hit.longest - hit.here
+        if elsewhere > new / 4:
+            share = 1.0
+            if cached is None or cached > hit.here + elsewhere / 2:
+                fetched_ms = taken_ms - self.first_token_ms(new)
+                share = fetched_ms / (self.first_token_ms.slope * elsewhere + 1e-9)
+                share = min(1.0, max(0.0, share))
+            self.fetch_fraction += _FAST_LEARNING * (share - self.fetch_fraction)
+            if share < 1:
+                return
+        known = flight.decision.hit_tokens if cached is None else cached
+        ahead = max(0, tokens - known) + flight.backlog_tokens
+        predicted_ms = self.first_token_ms(ahead)
+        taken_ms = min(max(0.0, taken_ms), _OUTLIER * predicted_ms + 200)
+        self.first_token_ms.learn(ahead, taken_ms)
+        self._prefill_ms = _mean(self._prefill_ms, predicted_ms)
+        if predicted_ms > 0:
+            # Short times say little of a replica's pace.
+            weight = _FAST_LEARNING * min(1.0, predicted_ms / self._prefill_ms)
+            pace = self._paces.get(flight.target, 1.0)
+            self._paces[flight.target] = pace + weight * (taken_ms / predicted_ms - pace)
+
+
+def _mean(known: float, value: float) -> float:
+    """Return the running mean after ``value``, which is the first if the mean is 0."""
+    return known + _LEARNING * (value - known) if known else value
