@@ -425,7 +425,7 @@ class UpstreamAttempt:
             cached_tokens = None if cached is None else int(cached)
             self.prompt_tokens = int(usage.get(b"prompt_tokens", 0))
             self._dispatcher.fleet.finished(self.flight, now_s, tokens, cached_tokens)
-        # Last: whether the target is full depends on the requests that the fleet still counts there.
+        # Last: the target is full or not by the requests that the fleet still counts there.
         self.target.answered(status, status in FAULTS, now_s)
 
     def broke(self, is_fault: bool) -> None:
