@@ -146,7 +146,7 @@ def main(argv: Sequence[str]) -> int:
             started_at=started_at,
             figures=figures(raw),
             notes=[" ".join(part.split()) for part in str(__doc__).split("\n\n")[2:]],
-            raw={"columns": list(COLUMNS), "cells": raw},
+            raw={"columns": list(COLUMNS), "outcomes": raw},
         )
         if given.json is not None:
             result.write(record, given.json)
@@ -167,7 +167,7 @@ def _begun(path: Path | None, seeds: int) -> dict[str, Any]:
     found = result.read(path)
     if found.options.get("seeds") != seeds or found.commit != result.commit()[0]:
         raise UserError(f"{path} has other seeds or is of another commit: give another file")
-    return dict(found.raw["cells"])
+    return dict(found.raw["outcomes"])
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -94,7 +94,7 @@ def test_a_file_is_continued_with_the_same_seeds_only(
     argv = ["--data", str(data), "--seeds", "1", "--cells", "1", "--json", str(file)]
     for number in (1, 2):
         assert command.main(argv) == 0
-        assert len(result.read(file).raw["cells"]) == number
+        assert len(result.read(file).raw["outcomes"]) == number
     argv[3] = "2"
     with pytest.raises(UserError, match="other seeds"):
         command.main(argv)
