@@ -178,7 +178,7 @@ class Search:
         if best not in (stay, home) and not self._is_back(best):
             if gain < max(least, options.certainty * chance_of(found[best], held, self._future)):
                 doubt = f"{best} would be better by {gain:.3f} only"
-            elif self._gain_if_denser(best, stay) < -least / 2:
+            elif self._gain_if_denser(best, stay) < (-gain if best.moves else -least / 2):
                 doubt = f"{best} would lose more with a little more load"
         if doubt:
             reason = doubt
@@ -216,6 +216,7 @@ class Search:
         Near saturation, a little more load is much worse, and some arrangements have less reserve.
         A gain at the observed rate does not make up for that loss: an arrangement in which hundreds
         of requests wait is hard to leave, since no other one is predicted to be better then.
+        With modules away it does, since they come home as soon as they bring nothing.
         """
         future = denser(self._future, self._options.certainty * self._work_doubt)
         found = {one: self._forecast(one, future) for one in (best, stay)}
