@@ -222,13 +222,13 @@ class Load:
 
     Attributes:
         requests: All requests by the home of their client.
-        num_asked: Number of attempts by region of the balancer.
+        num_under_way: Number of attempts without an end yet, by region of the balancer.
     """
 
     def __init__(self, urls: dict[str, str], asked: Sequence[Conversation], bound_to: str) -> None:
         """Bind some conversations of clients in ``bound_to`` to that region."""
         self._urls = urls
-        self.num_asked = Counter[str]()
+        self.num_under_way = Counter[str]()
         self._left: dict[str, deque[list[Request]]] = {region: deque() for region in REGIONS}
         for number, prompts in enumerate(asked):
             home = HOMES[number % len(HOMES)]
@@ -262,7 +262,13 @@ class Load:
 
     async def _ask(self, client: httpx.AsyncClient, region: str, request: Request) -> str:
         """Ask once; return what went wrong, or an empty string."""
-        self.num_asked[region] += 1
+        self.num_under_way[region] += 1
+        try:
+            return await self._ask_once(client, region, request)
+        finally:
+            self.num_under_way[region] -= 1
+
+    async def _ask_once(self, client: httpx.AsyncClient, region: str, request: Request) -> str:
         body = {"model": _MODEL, "prompt": request.prompt, **SAMPLING}
         body |= {"stream": True, "return_token_ids": True}
         fields = {"X-Banaserve-Regions": request.bound_to} if request.bound_to else {}

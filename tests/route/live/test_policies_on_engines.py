@@ -73,8 +73,7 @@ async def die(what: str, balancers: Balancers, engines: Engines, load: Load) -> 
         await balancers.until(region, "outstanding", lambda now: now > 0, target=replicas[0])
     else:
         balancers.stop(region)
-        num_asked = load.num_asked[region]
-        await until(lambda: load.num_asked[region] > num_asked)
+        await until(lambda: load.num_under_way[region] > 0)
         balancers.kill(region)
     for run in runs:
         os.killpg(run.process.pid, signal.SIGKILL)
