@@ -31,7 +31,7 @@ def _tiers_of_packages() -> None:
 
 @pytest.mark.parametrize("name", ["ssd", "peers"])
 def test_a_package_offers_no_tier_of_a_name_of_banaserve_s_own(name: str) -> None:
-    with pytest.raises(UserError, match=f"has a tier named {name}"):
+    with pytest.raises(UserError, match="the name is taken by banaserve"):
         TIERS.add_plugin(name, object, "acme 1.0")
 
 

@@ -85,6 +85,32 @@ async def test_a_request_that_a_dead_replica_refuses_waits_for_one_that_is_full(
     assert balancer.targets[dead.id].breaker.num_opened == 0
 
 
+async def test_a_request_that_waits_for_a_full_replica_holds_up_no_other(house):
+    async def stay(asked):
+        await is_free.wait()
+        await asked.answer()
+
+    async def answer_or_break(asked):
+        # One break of an idle connection is no failure of the replica.
+        if balancer.targets[full.id].is_full and len(broken) < 2:
+            broken.append(asked)
+            asked.kill()
+        else:
+            await asked.answer(200, b"well")
+
+    is_free, broken = asyncio.Event(), []
+    full, other = await house.replica(stay), await house.replica(answer_or_break)
+    balancer = await house.balance(ReplicaSettings(url=full.url, max_outstanding=1), other)
+    asking = [asyncio.create_task(house.ask()) for _ in range(2)]  # replicas take turns
+    await house.until(lambda: full.asked and (asking[0].done() or asking[1].done() or broken))
+    if not broken:
+        asking.append(asyncio.create_task(house.ask()))
+    await house.until(lambda: len(balancer.queue) == 1)
+    assert (await house.ask()).body == b"well"
+    is_free.set()
+    assert [(await one).status for one in asking] == [200] * len(asking)
+
+
 async def test_an_idle_connection_that_the_replica_closes_costs_nothing(house):
     async def answer_and_close(asked):
         await asked.answer()

@@ -18,6 +18,9 @@ def holding(*response_ids):
 
     async def behave(asked):
         method, path, _ = asked.line.split()
+        if not path.startswith("/v1/responses"):
+            await asked.answer()
+            return
         if path == "/v1/responses":
             wanted = json.loads(asked.body).get("previous_response_id")
         else:
@@ -115,7 +118,8 @@ async def test_one_of_a_replica_that_is_full_may_be_asked_for_again(house):
     async def hold(asked):
         if asked.body:
             await asked.until_gone()
-        await asked.answer(404, NOT_FOUND)
+        else:
+            await asked.answer(404, NOT_FOUND)
 
     full, replica = await house.replica(hold), await house.replica(holding())
     few = ReplicaSettings(url=full.url, max_outstanding=1)

@@ -105,7 +105,7 @@ class Balancers:
     """A balancer of the product in each region, started by ``async with``.
 
     Attributes:
-        is_forwarding: Whether the policy sends requests to the other region.
+        is_forwarding: True if the policy sends requests to the other region.
         urls: Addresses by region.
     """
 

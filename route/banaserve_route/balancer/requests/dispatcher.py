@@ -17,7 +17,7 @@ from banaserve_route.balancer.targets.target import Target
 from banaserve_route.balancer.tenants import tenant_field
 from banaserve_route.policies import registry
 from banaserve_route.policies.fleet import Fleet
-from banaserve_route.policies.interface import Need, Request, RoutingDecision
+from banaserve_route.policies.interface import Request, RoutingDecision
 
 
 class Dispatcher:
@@ -72,18 +72,18 @@ class Dispatcher:
         raise PolicyError(f"policy {self._policy}: there is no replica {target!r}")
 
     def has_other(self, request: Request, tried: set[str]) -> bool:
-        """Return whether a target that is not in ``tried`` may serve ``request`` at present."""
-        return self._targets.has_other(request, tried)
+        """Return whether a target that is not in ``tried`` may be sent ``request`` at present."""
+        return any(one.view.is_available for one in self.others(request, tried))
 
     def has_alive(self, request: Request, tried: set[str]) -> bool:
-        """Return whether a target that is not in ``tried`` can serve ``request`` if it has room."""
-        return self._targets.has_alive(request, tried)
+        """Return whether a target not in ``tried`` may be sent ``request`` once it has room."""
+        return any(
+            one.is_healthy and not one.breaker.is_open for one in self.others(request, tried)
+        )
 
     def others(self, request: Request, tried: set[str]) -> list[Target]:
         """Return targets not in ``tried`` to which the policy may send ``request`` at some time."""
-        found = self._targets.others(request, tried)
-        goes_on = Need.PEERS in self.fleet.policy.needs
-        return found if goes_on else [one for one in found if not one.is_peer]
+        return self._targets.others(request, tried)
 
     def make_room(self, why: str) -> None:
         """Close idle connections to targets: there are too few descriptors for a new one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from time import monotonic
 
 from banaserve.base.errors import PolicyError
@@ -83,7 +83,6 @@ class ProxiedRequest:
         """``on_ended`` is called once, after the answer or when the client goes away."""
         self._dispatcher, self._client, self.message = dispatcher, client, message
         self.request, self._on_ended = request, on_ended
-        self.kind = (request.model, request.allowed_regions, request.was_forwarded)
         self.deadline_s = self.waits_until_s = deadline_s
         self.is_over = False
         self.flights: list[Flight] = []
@@ -93,6 +92,7 @@ class ProxiedRequest:
         self.identity = ""
         self.prompt_tokens = request.num_tokens
         self._tried: set[str] = set()
+        self.kind = self._kind()
         self._attempt: UpstreamAttempt | None = None
         self._backoff: asyncio.TimerHandle | None = None
         self._body: Body | None = None
@@ -278,8 +278,15 @@ class ProxiedRequest:
         self._tried.clear()
         self._pause()
 
+    def _kind(self) -> Hashable:
+        request = self.request
+        tried = frozenset(self._tried)
+        return request.model, request.allowed_regions, request.was_forwarded, tried
+
     def _rejoin(self) -> None:
         self._backoff = None
+        # One that waits for a full target must not hold up others, which may go to the tried ones.
+        self.kind = self._kind()
         if not self.is_over and not self.place():
             self._dispatcher.queue.join(self, at_front=True)
 

@@ -114,16 +114,6 @@ class TargetRegistry:
         for target in self.targets.values():
             target.pool.close()
 
-    def has_other(self, request: Request, tried: set[str]) -> bool:
-        """Return whether a target that is not in ``tried`` may serve ``request`` at present."""
-        return any(one.view.is_available for one in self.others(request, tried))
-
-    def has_alive(self, request: Request, tried: set[str]) -> bool:
-        """Return whether a target that is not in ``tried`` can serve ``request`` if it has room."""
-        return any(
-            one.is_healthy and not one.breaker.is_open for one in self.others(request, tried)
-        )
-
     def others(self, request: Request, tried: set[str]) -> list[Target]:
         """Return targets not in ``tried`` that may serve ``request``, now or at another time."""
         return [
