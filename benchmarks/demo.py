@@ -34,7 +34,7 @@ from banaserve.sim.load.workload import Lengths
 from banaserve_bench.loadgen.client import OpenAiClient
 from banaserve_bench.loadgen.modelled_time import modelled_time
 from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
-from benchmarks.cases import CaseRequest, figures_of, send
+from benchmarks.paced_requests import CaseRequest, figures_of, send
 
 MOST_LATE = 0.03
 """Maximum share of steps that may take longer than modelled; above it, times mean nothing."""

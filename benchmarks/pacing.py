@@ -33,8 +33,8 @@ from banaserve_bench.loadgen.servers import banaserve_server
 from banaserve_bench.results.result import ModelledTime, Result
 from banaserve_bench.serving.summary import tpot_s
 from banaserve_bench.statistics import median, percentile
-from benchmarks.cases import CaseRequest, send
 from benchmarks.measurement import Measurement, Samples, parser_of
+from benchmarks.paced_requests import CaseRequest, send
 
 _TOKEN_IDS = (500, 40_000)
 _WARM_UP = 4

@@ -33,7 +33,7 @@ from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sig
 from banaserve_bench.results import result
 from banaserve_bench.results.result import ModelledTime
 from banaserve_bench.statistics import paired_ratios
-from benchmarks.cases import CaseRequest, figures_of, num_equal, sampled, send
+from benchmarks.paced_requests import CaseRequest, figures_of, num_equal, sampled, send
 
 _DECODE, _OTHERS = ("d0", "d1", "d2"), ("d1", "d2")
 _BALANCED_AFTER_S = 5.0

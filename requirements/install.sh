@@ -196,7 +196,7 @@ install_optional() {
         1477dafa598d8d065f273d6af302aa203c02e83131707b7fa648cd41bd3d6b734f8c22a0dab86ee6a6f64b8afbe804b214d36db85a2826965edfb3a0b9d546b5 ||
         say "tests of the page's accessibility skip: $why"
     missing=$(missing_packages)
-    # Not where systemd runs: it would start the server that comes with Redis.
+    # Not where systemd runs: it would start the servers of these packages.
     if [ -n "$missing" ] && [ "$(id -u)" = 0 ] && [ ! -d /run/systemd/system ] && command -v apt-get >/dev/null; then
         say "installing $missing with apt-get"
         attempt apt-get update -q || true
@@ -209,7 +209,7 @@ install_optional() {
 
 missing_packages() {
     local packages=() one
-    for one in redis-server:redis-server nginx:nginx-light haproxy:haproxy chromium:chromium; do
+    for one in nginx:nginx-light haproxy:haproxy chromium:chromium; do
         PATH=$PATH:/usr/sbin command -v "${one%:*}" >/dev/null || packages+=("${one#*:}")
     done
     python -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")' 2>/dev/null || packages+=(libibverbs1)

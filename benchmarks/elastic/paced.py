@@ -39,9 +39,9 @@ from banaserve_bench.results import result
 from banaserve_bench.results.result import ModelledTime, commit
 from banaserve_bench.serving.timeline import decisions_of
 from banaserve_bench.statistics import median
-from benchmarks.cases import num_equal, sampled
 from benchmarks.elastic.paced_cells import CELLS, WARM_UP_S, PacedCell, requests_of
 from benchmarks.elastic.runs import elastic_system
+from benchmarks.paced_requests import num_equal, sampled
 from benchmarks.pacing import PacedRequest
 
 COLOCATED, ELASTIC = "colocated", "elastic"

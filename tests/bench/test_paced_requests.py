@@ -19,7 +19,7 @@ from banaserve.sim.report.result import LatencyLimits
 from banaserve.sim.request import SimRequest
 from banaserve_bench.loadgen.client import RequestRecord
 from banaserve_bench.serving.timeline import decisions_of
-from benchmarks.cases import CaseRequest, figures_of, sampled
+from benchmarks.paced_requests import CaseRequest, figures_of, sampled
 
 
 def record(due_s: float, first_s: float, end_s: float, tokens: int) -> RequestRecord:
