@@ -161,6 +161,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(list(argv))
+    given.out.mkdir(parents=True, exist_ok=True)
     measurement = Measurement("measure-profile", given)
     os.environ["OMP_NUM_THREADS"] = "1"
     set_environment()
