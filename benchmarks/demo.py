@@ -28,12 +28,12 @@ from banaserve.base.errors import UserError
 from banaserve.contracts.migration_api import MoveLayers, Return
 from banaserve.frontdoor.admin_client import AdminClient
 from banaserve.frontdoor.page.records import page_link
-from banaserve.sim import case as cases
-from banaserve.sim.case import Case
-from banaserve.sim.load.workload import Lengths
 from banaserve_bench.loadgen.client import OpenAiClient
 from banaserve_bench.loadgen.modelled_time import modelled_time
 from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
+from banaserve_bench.simulation import case as cases
+from banaserve_bench.simulation.case import Case
+from banaserve_bench.simulation.workload import Lengths
 from benchmarks.paced_requests import CaseRequest, figures_of, send
 
 MOST_LATE = 0.03

@@ -15,14 +15,14 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
-_SIMULATOR = ("banaserve/sim", "banaserve/orchestrator/control")
+_SIMULATOR = ("banaserve/sim", "bench/banaserve_bench/simulation", "banaserve/orchestrator/control")
 _ELASTIC = (*_SIMULATOR, "banaserve/orchestrator/planner", "benchmarks/elastic")
 _STORE = ("banaserve/kvstore", "csrc")
 _REQUESTS = ("banaserve/serving/requests", "banaserve/engine/connector", *_STORE)
 _SERVER = (*_REQUESTS, "banaserve/frontdoor", "banaserve/orchestrator")
 _MOVES = ("banaserve/migration", "banaserve/transport")
 _TRACED = ("benchmarks/drivers/traced.py", "benchmarks/drivers/traced_connector.py")
-_SILICON = (*_SIMULATOR, "banaserve/silicon", "benchmarks/silicon.py")
+_SILICON = (*_SIMULATOR, "bench/banaserve_bench/silicon", "benchmarks/silicon.py")
 _PACE = ("banaserve/pacing", "banaserve/orchestrator/control/costs")
 
 MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(

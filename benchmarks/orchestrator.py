@@ -34,10 +34,10 @@ from banaserve.base.types import (
 from banaserve.orchestrator.control.costs.profile import load as load_profile
 from banaserve.orchestrator.control.move_policies import registry
 from banaserve.sim.cluster.cluster import cells_of
-from banaserve.sim.load.workload import Lengths, LoadPhase, drawn
-from banaserve.sim.parallel import simulate_in_parts
 from banaserve.sim.request import SimRequest
 from banaserve.sim.system import System, preset
+from banaserve_bench.simulation.parallel import simulate_in_parts
+from banaserve_bench.simulation.workload import Lengths, LoadPhase, drawn
 from banaserve_bench.statistics import median
 from benchmarks.measurement import Measurement, parser_of
 

@@ -14,8 +14,8 @@ from typing import Self
 
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.pacing import miniatures
-from banaserve.sim.report.result import LatencyLimits, percentile
 from banaserve.sim.request import SimRequest
+from banaserve.sim.result import LatencyLimits, percentile
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve_bench.loadgen.loops import closed_loop, open_loop
 from banaserve_bench.loadgen.servers import vllm_server

@@ -24,7 +24,6 @@ from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.pacing.step_log import PacedStep, StepReader, readers
 from banaserve.sim.request import SimRequest
-from banaserve.sim.run import simulate
 from banaserve.sim.system import preset
 from banaserve_bench.loadgen import arrivals
 from banaserve_bench.loadgen.client import OpenAiClient, RequestRecord
@@ -32,6 +31,7 @@ from banaserve_bench.loadgen.modelled_time import modelled_time
 from banaserve_bench.loadgen.servers import banaserve_server
 from banaserve_bench.results.result import ModelledTime, Result
 from banaserve_bench.serving.summary import tpot_s
+from banaserve_bench.simulation.run import simulate
 from banaserve_bench.statistics import median, percentile
 from benchmarks.measurement import Measurement, Samples, parser_of
 from benchmarks.paced_requests import CaseRequest, send

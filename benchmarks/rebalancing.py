@@ -25,8 +25,8 @@ from banaserve.base.run_dir import find_admin
 from banaserve.contracts.trace_events import LegFailed
 from banaserve.frontdoor.admin_client import AdminClient
 from banaserve.orchestrator.control.costs.profile import load
-from banaserve.sim.report.result import LatencyLimits
 from banaserve.sim.request import SimRequest
+from banaserve.sim.result import LatencyLimits
 from banaserve_bench.loadgen.client import OpenAiClient
 from banaserve_bench.loadgen.modelled_time import modelled_time
 from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sigterm

@@ -34,15 +34,15 @@ from banaserve.orchestrator.control.costs.profile import (
     load,
 )
 from banaserve.orchestrator.control.costs.steps import StepCosts
-from banaserve.silicon.aiconfigurator import AiconfiguratorTimes
-from banaserve.silicon.costs import EngineConstants
-from banaserve.silicon.install import install
-from banaserve.silicon.operator_files import read_operators
-from banaserve.silicon.step_times import GpuStepTimes, graph_sizes
 from banaserve.sim.request import SimRequest
-from banaserve.sim.run import tallied
 from banaserve.sim.system import preset
 from banaserve_bench.results import result
+from banaserve_bench.silicon.aiconfigurator import AiconfiguratorTimes
+from banaserve_bench.silicon.costs import EngineConstants
+from banaserve_bench.silicon.install import install
+from banaserve_bench.silicon.operator_files import read_operators
+from banaserve_bench.silicon.step_times import GpuStepTimes, graph_sizes
+from banaserve_bench.simulation.run import tallied
 
 Floats = NDArray[np.float64]
 Latencies = dict[str, Floats]

@@ -32,14 +32,14 @@ from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
 from banaserve.base.types import InstanceId
 from banaserve.orchestrator.control.costs.profile import load
-from banaserve.silicon.aiconfigurator import AiconfiguratorTimes
-from banaserve.silicon.costs import EngineConstants, MeasuredCosts
-from banaserve.silicon.step_times import GpuStepTimes
 from banaserve.sim.instances.batch import EngineLimits
 from banaserve.sim.instances.engine import SimEngine
 from banaserve.sim.request import SimRequest
 from banaserve.sim.timeline import Timeline
 from banaserve_bench.results import result
+from banaserve_bench.silicon.aiconfigurator import AiconfiguratorTimes
+from banaserve_bench.silicon.costs import EngineConstants, MeasuredCosts
+from banaserve_bench.silicon.step_times import GpuStepTimes
 from benchmarks.silicon import Floats, is_fitted, least_squares
 
 _PROFILE = load("llama-3.1-8b-h100")
@@ -297,7 +297,7 @@ def read_runs() -> list[WholeRun]:
     """
     package = find_spec(_PACKAGE)
     if package is None or package.origin is None:
-        raise UserError("whole runs need aiconfigurator-core: pip install 'banaserve[plan]'")
+        raise UserError("whole runs need aiconfigurator-core: pip install 'banaserve-bench[plan]'")
     path = Path(package.origin).with_name("systems") / "silicon_sample.csv"
     with path.open(encoding="utf-8", newline="") as rows:
         runs = [_run(row) for row in csv.DictReader(rows) if _is_usable(row)]

@@ -15,8 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from banaserve.sim.job import AskedSystem, job
-from banaserve.sim.run import simulate
+from banaserve_bench.simulation.job import AskedSystem, job
+from banaserve_bench.simulation.run import simulate
 
 PROFILE = "smollm2-135m-cpu"
 SEED = 7

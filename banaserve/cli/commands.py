@@ -3,22 +3,38 @@
 A package offers a command by an entry point; its own summary is the command's::
 
     [project]
-    description = "Balance requests over replicas."
+    description = "Tidy up."
 
     [project.entry-points."banaserve.commands"]
-    route = "banaserve_route.command:route_command"
+    tidy = "acme:run"
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import Distribution
 from typing import Any, NamedTuple
 
 from banaserve.base.plugins import entries_of
 
 GROUP = "banaserve.commands"
-OFFERED_BY = {"bench": "banaserve-bench", "route": "banaserve-route"}
-"""Packages to install for commands that banaserve lacks without them."""
+
+
+class OfferedCommand(NamedTuple):
+    """Command of a package of this repository that may not be installed."""
+
+    package: str
+    summary: str
+
+
+OFFERED_BY = {
+    "bench": OfferedCommand("banaserve-bench", "Measure one question."),
+    "plan": OfferedCommand(
+        "banaserve-bench", "Say whether to split prefill and decode for a load."
+    ),
+    "route": OfferedCommand("banaserve-route", "Balance requests over replicas."),
+    "simulate": OfferedCommand("banaserve-bench", "Compare systems under a load in virtual time."),
+}
 
 
 class Command(NamedTuple):
@@ -52,8 +68,6 @@ COMMANDS = {
     "kvstore": _own("kvstore:app", "Run the KV cache store, or look at one."),
     "migrate": _own("admin.migrate:app", "Move layers and heads between running instances."),
     "placement": _own("admin.placement:app", "Say which instance runs which layers and heads."),
-    "plan": _own("plan.command:app", "Say whether to split prefill and decode for a load."),
-    "simulate": _own("simulate:app", "Compare systems under a load in virtual time."),
     "status": _own("admin.status:app", "Show a running server on one screen."),
     "decisions": _own("admin.decisions:app", "Say what the orchestrator decided, and why."),
     "trace": _own("admin.trace:app", "Show one request's path, or list the last requests."),
@@ -87,7 +101,14 @@ def offered() -> dict[str, Command]:
     """Return the commands of other installed packages, none of which is imported."""
     entries, _ = entries_of(GROUP)
     return {
-        entry.name: Command(entry.module, entry.attr, entry.dist.metadata["Summary"] or "")
+        entry.name: Command(entry.module, entry.attr, _summary(entry.name, entry.dist))
         for _, entry in reversed(entries)  # the first package of a name hides others
         if entry.dist is not None
     }
+
+
+def _summary(name: str, package: Distribution) -> str:
+    own = OFFERED_BY.get(name)
+    if own and own.package == package.metadata["Name"]:
+        return own.summary
+    return package.metadata["Summary"] or ""

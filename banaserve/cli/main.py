@@ -128,8 +128,8 @@ def _offered(name: str) -> Command:
     others = offered()
     if name in others:
         return others[name]
-    if package := OFFERED_BY.get(name):
-        raise UserError(f"the command {name} is part of {package}: pip install {package}")
+    if own := OFFERED_BY.get(name):
+        raise UserError(f"the command {name} is part of {own.package}: pip install {own.package}")
     close = difflib.get_close_matches(name, [*COMMANDS, *others], n=1)
     hint = f"did you mean `banaserve {close[0]}`?" if close else "see `banaserve --help`"
     raise UserError(f"there is no command {name}: {hint}")

@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs import profile as profiles
-from banaserve.sim.load.lengths import draw_measured
-from banaserve.sim.load.trace import cut, read_trace
-from banaserve.sim.load.workload import Arrivals
 from banaserve.sim.request import SimRequest
+from banaserve.sim.trace import cut, read_trace
 from banaserve_bench.datasets.files import dataset_files
+from banaserve_bench.simulation.lengths import draw_measured
+from banaserve_bench.simulation.workload import Arrivals
 
 DURATION_S = 120.0
 """Duration of the arrivals of a cell, in seconds."""

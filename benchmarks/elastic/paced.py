@@ -28,7 +28,6 @@ from banaserve.base.names import check_known
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.sim.cluster.cluster import SimCluster
 from banaserve.sim.request import SimRequest
-from banaserve.sim.run import tallied
 from banaserve.sim.system import System
 from banaserve_bench.datasets.files import data_folder
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
@@ -38,6 +37,7 @@ from banaserve_bench.loadgen.servers import banaserve_server, end_on_sigterm
 from banaserve_bench.results import result
 from banaserve_bench.results.result import ModelledTime, commit
 from banaserve_bench.serving.timeline import decisions_of
+from banaserve_bench.simulation.run import tallied
 from banaserve_bench.statistics import median
 from benchmarks.elastic.paced_cells import CELLS, WARM_UP_S, PacedCell, requests_of
 from benchmarks.elastic.runs import elastic_system

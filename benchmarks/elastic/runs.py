@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.planner.candidates.arrangement import Arrangement, arrangements
 from banaserve.sim.instances.batch import EngineLimits
-from banaserve.sim.report.result import LatencyLimits, summary
-from banaserve.sim.run import tallied
+from banaserve.sim.result import LatencyLimits, summary
 from banaserve.sim.system import System, following
+from banaserve_bench.simulation.run import tallied
 from benchmarks.elastic.cells import LoadCell, Rows, load_of, sample
 
 CHUNKS = (512, 2048)

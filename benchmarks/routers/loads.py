@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from banaserve.base.records import read_records, unpacked
-from banaserve.sim.load.trace import Arrival, read_trace
+from banaserve.sim.trace import Arrival, read_trace
 from banaserve_route.policies.interface import ReplicaId
 from banaserve_route.policies.prefixes.tree import make_tree
 from banaserve_route.sim.arrivals import replay

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from banaserve.base.arguments import Parser
-from banaserve.sim.report.result import SIMULATED
+from banaserve.sim.result import SIMULATED
 from banaserve_bench.results import result
 from banaserve_bench.results.result import Result
 from benchmarks.location import ROOT

@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 
 from banaserve.base.statistics import Interval, mean_interval
-from banaserve.sim.report.result import SIMULATED
+from banaserve.sim.result import SIMULATED
 from banaserve_bench.results import result
 from banaserve_bench.results.result import Result
 from banaserve_bench.statistics import paired_ratios

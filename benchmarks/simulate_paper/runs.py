@@ -16,13 +16,13 @@ import banaserve
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs.profile import load as load_profile
 from banaserve.sim.cluster.cluster import SimCluster
-from banaserve.sim.load.lengths import draw_measured
-from banaserve.sim.load.trace import cut
-from banaserve.sim.load.workload import Arrivals, arriving
-from banaserve.sim.report.result import LatencyLimits, Tally, summary
 from banaserve.sim.request import SimRequest
-from banaserve.sim.run import simulate
+from banaserve.sim.result import LatencyLimits, Tally, summary
 from banaserve.sim.system import System, following, preset
+from banaserve.sim.trace import cut
+from banaserve_bench.simulation.lengths import draw_measured
+from banaserve_bench.simulation.run import simulate
+from banaserve_bench.simulation.workload import Arrivals, arriving
 
 RATES = (1, 6, 12, 20)
 SEEDS = (1, 2, 3, 4, 5)

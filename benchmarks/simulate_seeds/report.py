@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from banaserve.base.statistics import mean_interval
-from banaserve.sim.report.result import SIMULATED
+from banaserve.sim.result import SIMULATED
 from banaserve_bench.results.result import Figure, Result
 from banaserve_bench.statistics import paired_ratios
 from benchmarks.simulate_seeds.cases import PAPERS

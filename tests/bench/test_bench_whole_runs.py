@@ -8,7 +8,7 @@ import pytest
 
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs.profile import load
-from banaserve.silicon.costs import EngineConstants
+from banaserve_bench.silicon.costs import EngineConstants
 from benchmarks.silicon import LinearTimes
 from benchmarks.whole_runs import Constants, KnownEngine, WholeRun, errors, fitted, read_runs
 

@@ -14,11 +14,11 @@ from banaserve.orchestrator.control.turn import ControlLimits as ControlLimits
 from banaserve.orchestrator.planner.loop.loop import ControllerOptions
 from banaserve.orchestrator.planner.loop.time_scaling import dilated
 from banaserve.orchestrator.planner.options import ElasticOptions
-from banaserve.sim import case as scenarios
-from banaserve.sim.report.result import LatencyLimits
 from banaserve.sim.request import SimRequest
+from banaserve.sim.result import LatencyLimits
 from banaserve_bench.loadgen.client import RequestRecord
 from banaserve_bench.serving.timeline import decisions_of
+from banaserve_bench.simulation import case as scenarios
 from benchmarks.paced_requests import CaseRequest, figures_of, sampled
 
 

@@ -147,7 +147,7 @@ def test_a_package_cannot_replace_a_command(site: Path, capsys: pytest.CaptureFi
 def test_a_command_that_is_not_installed_says_what_to_install(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    package = OFFERED_BY[name]
+    package = OFFERED_BY[name].package
     everything = [one for one in plugins.distributions() if one.metadata["Name"] != package]
     monkeypatch.setattr(plugins, "distributions", lambda: everything)
     assert cli.main([name]) == cli.EXIT_USER_ERROR

@@ -9,9 +9,9 @@ from hypothesis import given
 
 from banaserve.base import records
 from banaserve.base.errors import UserError
-from banaserve.sim.load.lengths import read_lengths
-from banaserve.sim.load.trace import read_trace
+from banaserve.sim.trace import read_trace
 from banaserve_bench.datasets.entries import read_entries
+from banaserve_bench.simulation.lengths import read_lengths
 from corpus import attempt, fuzzed, spoiled
 
 pytestmark = pytest.mark.deep

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from banaserve.orchestrator.control.costs.profile import load
-from banaserve.sim.load.workload import Lengths, LoadPhase, drawn
-from banaserve.sim.run import simulate
 from banaserve.sim.system import preset
+from banaserve_bench.simulation.run import simulate
+from banaserve_bench.simulation.workload import Lengths, LoadPhase, drawn
 from depth import num_examples
 
 PROFILE = load("opt-13b-a100")

@@ -51,11 +51,11 @@ from banaserve.orchestrator.planner.process import DecisionProcess
 from banaserve.orchestrator.planner.search import denser, least_gain, work_doubt
 from banaserve.sim.cluster.cluster import SimCluster
 from banaserve.sim.instances.batch import EngineLimits
-from banaserve.sim.report.result import LatencyLimits, summary
 from banaserve.sim.request import SimRequest
-from banaserve.sim.run import tallied
+from banaserve.sim.result import LatencyLimits, summary
 from banaserve.sim.system import System
 from banaserve.sim.timeline import Timeline
+from banaserve_bench.simulation.run import tallied
 from depth import chosen_seed, seeds
 
 H100 = "llama-3.1-8b-h100"

@@ -47,11 +47,11 @@ from banaserve.orchestrator.planner.forecasting.forecast import InstanceUse
 from banaserve.orchestrator.planner.options import ElasticOptions
 from banaserve.orchestrator.planner.policy import Elastic, decide, plan_of
 from banaserve.sim.cluster.cluster import SimCluster
-from banaserve.sim.report.result import LatencyLimits, summary
 from banaserve.sim.request import SimRequest
-from banaserve.sim.run import tallied
+from banaserve.sim.result import LatencyLimits, summary
 from banaserve.sim.system import System
 from banaserve.sim.timeline import Timeline
+from banaserve_bench.simulation.run import tallied
 from depth import chosen_seed, num_examples
 
 pytestmark = pytest.mark.deep

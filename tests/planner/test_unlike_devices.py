@@ -26,11 +26,11 @@ from banaserve.orchestrator.control.projection.projection import project
 from banaserve.orchestrator.planner.candidates.arrangement import Arrangement, assign, orders
 from banaserve.orchestrator.planner.options import ElasticOptions
 from banaserve.sim.cluster.cluster import SimCluster
-from banaserve.sim.report.result import LatencyLimits, summary
 from banaserve.sim.request import SimRequest
-from banaserve.sim.run import tallied
+from banaserve.sim.result import LatencyLimits, summary
 from banaserve.sim.system import System
 from banaserve.sim.timeline import Timeline
+from banaserve_bench.simulation.run import tallied
 
 H100 = "llama-3.1-8b-h100"
 LIMITS = (2.0, 0.03)

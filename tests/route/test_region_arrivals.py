@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from banaserve.base.errors import UserError
-from banaserve.sim.load.trace import read_trace
+from banaserve.sim.trace import read_trace
 from banaserve_route.sim.arrivals import diurnal, replay
 from banaserve_route.sim.programs import shared_prefixes
 from banaserve_route.sim.world import RegionSystem, Setting, simulate

@@ -10,8 +10,8 @@ import pytest
 
 from banaserve.base.errors import UserError
 from banaserve.cli.main import main
-from banaserve.silicon.costs import EngineConstants
-from banaserve.silicon.description import read
+from banaserve_bench.silicon.costs import EngineConstants
+from banaserve_bench.silicon.description import read
 from operator_tables import write_operators
 
 _HEAD = 'name = "made-up"\nsource = "a test"\nvalid_for = "any step"\njudged_on = "no run"\n'

@@ -9,10 +9,10 @@ import pytest
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs.profile import load
 from banaserve.orchestrator.control.costs.steps import StepCosts
-from banaserve.silicon.costs import EngineConstants, MeasuredCosts
-from banaserve.silicon.interpolation import Grid
-from banaserve.silicon.operator_files import read_operators
-from banaserve.silicon.step_times import OperatorSums, graph_sizes
+from banaserve_bench.silicon.costs import EngineConstants, MeasuredCosts
+from banaserve_bench.silicon.interpolation import Grid
+from banaserve_bench.silicon.operator_files import read_operators
+from banaserve_bench.silicon.step_times import OperatorSums, graph_sizes
 from operator_tables import write_operators
 
 _LAYERS = 4

@@ -13,9 +13,9 @@ import pytest
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs import profile
 from banaserve.orchestrator.control.costs.steps import StepCosts, run_s
-from banaserve.sim import case
-from banaserve.sim.load.workload import Lengths, LoadPhase, drawn
-from banaserve.sim.run import judged, simulate
+from banaserve_bench.simulation import case
+from banaserve_bench.simulation.run import judged, simulate
+from banaserve_bench.simulation.workload import Lengths, LoadPhase, drawn
 from depth import chosen_seed
 
 pytestmark = pytest.mark.deep

@@ -22,12 +22,12 @@ from banaserve.orchestrator.control.costs.profile import load
 from banaserve.orchestrator.control.routing.slo_aware import SloAware
 from banaserve.sim.cluster.cluster import SimCluster
 from banaserve.sim.cluster.events import Event, arrange
-from banaserve.sim.load.workload import Lengths, LoadPhase, drawn
-from banaserve.sim.report.result import LatencyLimits
 from banaserve.sim.request import SimRequest
-from banaserve.sim.run import simulate
+from banaserve.sim.result import LatencyLimits
 from banaserve.sim.system import System, preset
 from banaserve.sim.timeline import Timeline
+from banaserve_bench.simulation.run import simulate
+from banaserve_bench.simulation.workload import Lengths, LoadPhase, drawn
 
 PROFILE = load("opt-13b-a100")
 TOKEN_BYTES = 819_200

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from banaserve.base.errors import UserError
-from banaserve.sim.job import AskedSystem, job
-from banaserve.sim.load.workload import Arrivals
+from banaserve_bench.simulation.job import AskedSystem, job
+from banaserve_bench.simulation.workload import Arrivals
 
 TRACE = "".join(
     f'{{"timestamp": {1000 * i}, "input_length": {100 + i}, "output_length": 5}}\n'

@@ -12,10 +12,10 @@ import pytest
 from banaserve.cli.main import main
 from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.engine.migration_settings import MigrationSettings
-from banaserve.sim import case
-from banaserve.sim.job import AskedSystem, job
-from banaserve.sim.run import simulate
 from banaserve.sim.system import KINDS, System, following, preset
+from banaserve_bench.simulation import case
+from banaserve_bench.simulation.job import AskedSystem, job
+from banaserve_bench.simulation.run import simulate
 from benchmarks.elastic.cells import LoadCell, cells
 from benchmarks.elastic.runs import elastic_system
 from benchmarks.simulate_paper import runs as paper

@@ -9,11 +9,11 @@ import pytest
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs import profile
 from banaserve.sim.cluster.cluster import ClusterPart
-from banaserve.sim.load.workload import Lengths, LoadPhase, drawn
-from banaserve.sim.parallel import dealt, simulate_in_parts
 from banaserve.sim.request import SimRequest
-from banaserve.sim.run import simulate
 from banaserve.sim.system import preset
+from banaserve_bench.simulation.parallel import dealt, simulate_in_parts
+from banaserve_bench.simulation.run import simulate
+from banaserve_bench.simulation.workload import Lengths, LoadPhase, drawn
 
 PROFILE = profile.load("opt-13b-a100")
 LENGTHS = Lengths(kind="lognormal", mean=120, high=400)

@@ -11,10 +11,10 @@ from banaserve.orchestrator.control.costs.profile import load
 from banaserve.orchestrator.control.rebalancing import RebalanceOptions
 from banaserve.sim.cluster.cluster import SimCluster
 from banaserve.sim.cluster.events import Event, arrange
-from banaserve.sim.load.workload import Lengths, LoadPhase, drawn
-from banaserve.sim.run import simulate
 from banaserve.sim.system import System, preset
 from banaserve.sim.timeline import Timeline
+from banaserve_bench.simulation.run import simulate
+from banaserve_bench.simulation.workload import Lengths, LoadPhase, drawn
 from depth import seeds
 
 PROFILE = load("opt-13b-a100")

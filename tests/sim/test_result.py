@@ -6,7 +6,7 @@ from math import ceil
 
 import pytest
 
-from banaserve.sim.report.result import percentile
+from banaserve.sim.result import percentile
 from banaserve_route.sim.world import Record, RequestOutcome
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from banaserve.base.errors import UserError
-from banaserve.sim.load.lengths import MEASURED, draw_measured, read_lengths
-from banaserve.sim.load.trace import Arrival, cut, read_trace, requests_of
+from banaserve.sim.trace import Arrival, cut, read_trace, requests_of
+from banaserve_bench.simulation.lengths import MEASURED, draw_measured, read_lengths
 from depth import chosen_seed
 
 GOOD = '{"t": 0, "input_length": 1, "output_length": 1}\n'

@@ -9,7 +9,6 @@ from typing import Any
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.sim.cluster.cluster import SimCluster
 from banaserve.sim.request import SimRequest
-from banaserve.sim.run import simulate
 from banaserve.sim.system import System as Simulated
 from banaserve.sim.system import preset
 from banaserve_bench.compare.result import Workload
@@ -18,6 +17,7 @@ from banaserve_bench.loadgen.client import RequestRecord
 from banaserve_bench.serving.cell import CellId, Sent
 from banaserve_bench.serving.run import requests_of
 from banaserve_bench.serving.summary import Summary, summarize
+from banaserve_bench.simulation.run import simulate
 
 
 def simulated_system(name: str, num_instances: int) -> Simulated | None:

@@ -25,7 +25,7 @@ import msgspec
 
 from banaserve.base.errors import UserError
 from banaserve.base.records import read_records, unpacked
-from banaserve.sim.load.trace import read_trace
+from banaserve.sim.trace import read_trace
 from banaserve_bench.datasets.files import prompt_of, prompt_templates
 
 _REQUIRED = {

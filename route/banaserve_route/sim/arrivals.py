@@ -7,7 +7,7 @@ from math import cos, pi
 from random import Random
 
 from banaserve.base.errors import UserError
-from banaserve.sim.load.trace import Arrival, cut
+from banaserve.sim.trace import Arrival, cut
 from banaserve_route.sim.programs import MakeProgram, Program, ProgramCall
 from banaserve_route.sim.replica import BLOCK_TOKENS, UNIT_BYTES
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from banaserve.base.errors import UserError
 from banaserve.base.types import Distance, RequestId
 from banaserve.orchestrator.control.costs.profile import Profile
-from banaserve.sim.report.result import SIMULATED, percentile
+from banaserve.sim.result import SIMULATED, percentile
 from banaserve.sim.system import System, preset
 from banaserve.sim.timeline import Timeline
 from banaserve_route.policies.interface import Request

@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from banaserve.base.types import RequestId
-from banaserve.sim.report.result import percentile
+from banaserve.sim.result import percentile
 from banaserve.sim.timeline import Timeline
 from banaserve_route.policies.interface import Request
 from banaserve_route.policies.registry import make

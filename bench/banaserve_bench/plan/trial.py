@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from banaserve.cli.plan.candidates import Candidate
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.orchestrator.control.costs.steps import StepCosts
-from banaserve.silicon.costs import MeasuredCosts
-from banaserve.silicon.description import ErrorSection, StepTimesDescription
-from banaserve.silicon.install import install
 from banaserve.sim.cluster.cluster import SimCluster
-from banaserve.sim.load.trace import Arrival, requests_of
-from banaserve.sim.report.result import LatencyLimits
-from banaserve.sim.run import simulate
+from banaserve.sim.result import LatencyLimits
+from banaserve.sim.trace import Arrival, requests_of
+from banaserve_bench.plan.candidates import Candidate
+from banaserve_bench.silicon.costs import MeasuredCosts
+from banaserve_bench.silicon.description import ErrorSection, StepTimesDescription
+from banaserve_bench.silicon.install import install
+from banaserve_bench.simulation.run import simulate
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from typing import Any
 
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs.profile import check_keys, read_section, read_toml
-from banaserve.silicon.aiconfigurator import PRECISIONS, AiconfiguratorTimes
-from banaserve.silicon.costs import EngineConstants
-from banaserve.silicon.operator_files import read_operators
-from banaserve.silicon.step_times import GpuStepTimes, graph_sizes
+from banaserve_bench.silicon.aiconfigurator import PRECISIONS, AiconfiguratorTimes
+from banaserve_bench.silicon.costs import EngineConstants
+from banaserve_bench.silicon.operator_files import read_operators
+from banaserve_bench.silicon.step_times import GpuStepTimes, graph_sizes
 
 _SOURCES = ("files", "aiconfigurator")
 _MOST = {

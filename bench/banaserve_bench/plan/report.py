@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 from banaserve.base.figure_text import interval_text, number
 from banaserve.base.statistics import Interval
-from banaserve.cli.plan.advisor import Advice, CounterOffer, PlanQuestion, Result, Screening
-from banaserve.cli.plan.flips import Flip
-from banaserve.cli.plan.gain import MOST_RATIO, WORTH, Answer
-from banaserve.cli.simulate import measured_words
 from banaserve.cli.terminal.console import print_rows
-from banaserve.sim.job import SimulationJob
-from banaserve.sim.report.result import SIMULATED
+from banaserve.sim.result import SIMULATED
+from banaserve_bench.plan.advisor import Advice, CounterOffer, PlanQuestion, Result, Screening
+from banaserve_bench.plan.flips import Flip
+from banaserve_bench.plan.gain import MOST_RATIO, WORTH, Answer
+from banaserve_bench.simulation.command import measured_words
+from banaserve_bench.simulation.job import SimulationJob
 
 _COLUMNS = (
     ("in time, %", "goodput_fraction", 100.0),

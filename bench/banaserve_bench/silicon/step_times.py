@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from banaserve.silicon.attention import AttentionTable
-from banaserve.silicon.interpolation import Grid
+from banaserve_bench.silicon.attention import AttentionTable
+from banaserve_bench.silicon.interpolation import Grid
 
 
 class GpuStepTimes(Protocol):

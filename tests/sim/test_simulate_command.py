@@ -10,8 +10,8 @@ import pytest
 
 from banaserve.cli.main import main
 from banaserve.orchestrator.control.costs import profile
-from banaserve.sim import case
 from banaserve.sim.system import KINDS
+from banaserve_bench.simulation import case
 
 pytestmark = pytest.mark.deep
 

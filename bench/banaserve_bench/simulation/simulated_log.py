@@ -14,7 +14,7 @@ from banaserve.orchestrator.planner.loop.decision_format import decision_of, res
 from banaserve.orchestrator.planner.loop.decision_log import DecisionLog
 from banaserve.sim.cluster.cell import Cell
 from banaserve.sim.cluster.cluster import SimCluster
-from banaserve.sim.report.result import SIMULATED
+from banaserve.sim.result import SIMULATED
 
 
 class SimulatedLog:

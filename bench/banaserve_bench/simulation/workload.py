@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from banaserve.base.errors import UserError
 from banaserve.base.names import check_known
-from banaserve.sim.load.lengths import MEASURED, draw_measured
-from banaserve.sim.load.trace import cut
 from banaserve.sim.request import SimRequest
+from banaserve.sim.trace import cut
+from banaserve_bench.simulation.lengths import MEASURED, draw_measured
 
 LENGTH_KINDS = ("fixed", "lognormal", "measured", "uniform")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from banaserve.base.errors import UserError
 from banaserve.sim.cluster.cluster import SimCluster
-from banaserve.sim.report.result import SIMULATED
 from banaserve.sim.request import SimRequest
+from banaserve.sim.result import SIMULATED
 
 _REQUESTS, _MOVES, _FIRST_INSTANCE = 0, 1, 2
 """Row numbers within a system."""

@@ -9,9 +9,14 @@ import pytest
 
 from banaserve.base.errors import UserError
 from banaserve.base.statistics import mean_interval
-from banaserve.cli.plan.candidates import Candidate, colocated, elastic, fixed_candidates, split
-from banaserve.cli.plan.flips import find_flips
-from banaserve.cli.plan.gain import (
+from banaserve.cli.serve.command_line import parse_serve_argv
+from banaserve.orchestrator.control.costs.profile import load
+from banaserve.orchestrator.control.costs.steps import StepCosts
+from banaserve.sim.result import LatencyLimits
+from banaserve.sim.trace import Arrival
+from banaserve_bench.plan.candidates import Candidate, colocated, elastic, fixed_candidates, split
+from banaserve_bench.plan.flips import find_flips
+from banaserve_bench.plan.gain import (
     MOST_RATIO,
     Answer,
     Gain,
@@ -20,15 +25,10 @@ from banaserve.cli.plan.gain import (
     gain,
     ratio_interval,
 )
-from banaserve.cli.plan.loads import feasible_share, longer, read_loads
-from banaserve.cli.plan.trial import StepError, scenarios
-from banaserve.cli.serve.command_line import parse_serve_argv
-from banaserve.orchestrator.control.costs.profile import load
-from banaserve.orchestrator.control.costs.steps import StepCosts
-from banaserve.silicon.description import ErrorSection
-from banaserve.sim.job import AskedSystem, job
-from banaserve.sim.load.trace import Arrival
-from banaserve.sim.report.result import LatencyLimits
+from banaserve_bench.plan.loads import feasible_share, longer, read_loads
+from banaserve_bench.plan.trial import StepError, scenarios
+from banaserve_bench.silicon.description import ErrorSection
+from banaserve_bench.simulation.job import AskedSystem, job
 from depth import chosen_seed, says_seed
 
 PROFILE = load("llama-3.1-8b-h100")

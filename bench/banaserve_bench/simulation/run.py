@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from banaserve.orchestrator.control.costs.profile import Profile
-from banaserve.sim.case import Case
 from banaserve.sim.cluster.cluster import WHOLE, ClusterPart, SimCluster
 from banaserve.sim.cluster.events import Event, arrange
-from banaserve.sim.report.result import SIMULATED, LatencyLimits, Tally, summary, tally
 from banaserve.sim.request import SimRequest
+from banaserve.sim.result import SIMULATED, LatencyLimits, Tally, summary, tally
 from banaserve.sim.system import System
 from banaserve.sim.timeline import Timeline
+from banaserve_bench.simulation.case import Case
 
 
 def simulate(

@@ -12,10 +12,10 @@ import msgspec
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.sim.cluster.cluster import ClusterPart, cells_of
-from banaserve.sim.report.result import LatencyLimits, Tally, added_up
 from banaserve.sim.request import SimRequest
-from banaserve.sim.run import tallied, told
+from banaserve.sim.result import LatencyLimits, Tally, added_up
 from banaserve.sim.system import System
+from banaserve_bench.simulation.run import tallied, told
 
 Load = Callable[[], Iterable[SimRequest]]
 

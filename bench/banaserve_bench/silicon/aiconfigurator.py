@@ -43,7 +43,7 @@ class AiconfiguratorTimes:
             from aiconfigurator_core.sdk.engine import EngineHandle
         except ImportError as error:
             raise UserError(
-                "step times of aiconfigurator need its package: pip install 'banaserve[plan]'"
+                "step times of aiconfigurator need its package: pip install 'banaserve-bench[plan]'"
             ) from error
         # The package logs each table that it replaces by a similar one.
         logging.getLogger("aiconfigurator_core").setLevel(logging.ERROR)

@@ -21,19 +21,19 @@ from banaserve.cli.terminal.console import print_json, print_rows
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.orchestrator.control.move_policies.registry import names
-from banaserve.orchestrator.planner.loop.simulated_log import SimulatedLog
-from banaserve.silicon import description as step_times
-from banaserve.silicon.description import ErrorSection, StepTimesDescription
-from banaserve.silicon.install import install
-from banaserve.sim import case as cases
 from banaserve.sim.cluster.cluster import SimCluster
-from banaserve.sim.job import AskedSystem, SimulationJob, job
-from banaserve.sim.load.lengths import DATASETS
-from banaserve.sim.report.chrome_trace import ChromeTrace
-from banaserve.sim.report.result import SIMULATED
 from banaserve.sim.request import SimRequest
-from banaserve.sim.run import judged, simulate
+from banaserve.sim.result import SIMULATED
 from banaserve.sim.system import KINDS
+from banaserve_bench.silicon import description as step_times
+from banaserve_bench.silicon.description import ErrorSection, StepTimesDescription
+from banaserve_bench.silicon.install import install
+from banaserve_bench.simulation import case as cases
+from banaserve_bench.simulation.chrome_trace import ChromeTrace
+from banaserve_bench.simulation.job import AskedSystem, SimulationJob, job
+from banaserve_bench.simulation.lengths import DATASETS
+from banaserve_bench.simulation.run import judged, simulate
+from banaserve_bench.simulation.simulated_log import SimulatedLog
 
 _EXIT_GOAL_MISSED = 1
 _TELL_EVERY = 256

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from banaserve.silicon.interpolation import Grid
+from banaserve_bench.silicon.interpolation import Grid
 
 
 class AttentionRow(NamedTuple):

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs.steps import StepCosts
-from banaserve.sim.job import SimulationJob
-from banaserve.sim.load.trace import Arrival, cut
-from banaserve.sim.report.result import LatencyLimits
+from banaserve.sim.result import LatencyLimits
+from banaserve.sim.trace import Arrival, cut
+from banaserve_bench.simulation.job import SimulationJob
 
 LEAST_REQUESTS = 30
 """Least number of requests of a load."""

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from banaserve.base.errors import UserError
 from banaserve.base.records import unpacked
-from banaserve.silicon.attention import AttentionRow, AttentionTable
-from banaserve.silicon.interpolation import Grid
-from banaserve.silicon.step_times import Experts, OperatorSums
+from banaserve_bench.silicon.attention import AttentionRow, AttentionTable
+from banaserve_bench.silicon.interpolation import Grid
+from banaserve_bench.silicon.step_times import Experts, OperatorSums
 
 _ONCE = ("embedding", "final_layernorm")
 _IN_LAYER = {

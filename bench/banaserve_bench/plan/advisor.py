@@ -6,16 +6,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from banaserve.cli.plan.candidates import (
+from banaserve.sim.result import LatencyLimits
+from banaserve_bench.plan.candidates import (
     USUAL_STEP_TOKENS,
     Candidate,
     colocated,
     elastic,
     fixed_candidates,
 )
-from banaserve.cli.plan.flips import Flip, find_flips
-from banaserve.cli.plan.gain import WORTH, Answer, Gain, GoodputRuns, answer, gain
-from banaserve.cli.plan.loads import (
+from banaserve_bench.plan.flips import Flip, find_flips
+from banaserve_bench.plan.gain import WORTH, Answer, Gain, GoodputRuns, answer, gain
+from banaserve_bench.plan.loads import (
     PlanLoads,
     Rows,
     cut_share,
@@ -25,8 +26,7 @@ from banaserve.cli.plan.loads import (
     mean_prompt,
     rate_per_s,
 )
-from banaserve.cli.plan.trial import Device, Scenario, StepError, scenarios
-from banaserve.sim.report.result import LatencyLimits
+from banaserve_bench.plan.trial import Device, Scenario, StepError, scenarios
 
 Tell = Callable[[str], None]
 Result = Mapping[str, Any]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.orchestrator.control.costs.steps import StepCosts
-from banaserve.silicon.step_times import GpuStepTimes
+from banaserve_bench.silicon.step_times import GpuStepTimes
 
 _SLOPE_STEPS = 16
 """Number of decode steps over which the growth of a run of such steps is taken."""

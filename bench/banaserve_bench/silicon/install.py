@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from banaserve.orchestrator.control.costs.profile import Profile
-from banaserve.silicon.costs import EngineConstants, MeasuredCosts
-from banaserve.silicon.step_times import GpuStepTimes
 from banaserve.sim.cluster.cluster import SimCluster
+from banaserve_bench.silicon.costs import EngineConstants, MeasuredCosts
+from banaserve_bench.silicon.step_times import GpuStepTimes
 
 
 def install(

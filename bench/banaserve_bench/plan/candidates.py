@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from banaserve.sim.report.result import LatencyLimits
+from banaserve.sim.result import LatencyLimits
 from banaserve.sim.system import System, following, preset
 
 USUAL_STEP_TOKENS = 2048

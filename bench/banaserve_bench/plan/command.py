@@ -12,15 +12,15 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from banaserve.base.arguments import ABOVE_0, AT_LEAST_1, Rule, option
 from banaserve.base.errors import UserError
 from banaserve.cli.app import App
-from banaserve.cli.plan.advisor import PlanQuestion, advise, screen
-from banaserve.cli.plan.candidates import MOST_STEP_TOKENS, USUAL_STEP_TOKENS
-from banaserve.cli.plan.loads import read_loads
-from banaserve.cli.plan.report import PlanReport, first_words
-from banaserve.cli.plan.trial import Device, StepError
 from banaserve.cli.terminal.console import print_json
 from banaserve.orchestrator.control.costs import profile as profiles
-from banaserve.silicon import description as step_times
-from banaserve.sim.job import AskedSystem, SimulationJob, job
+from banaserve_bench.plan.advisor import PlanQuestion, advise, screen
+from banaserve_bench.plan.candidates import MOST_STEP_TOKENS, USUAL_STEP_TOKENS
+from banaserve_bench.plan.loads import read_loads
+from banaserve_bench.plan.report import PlanReport, first_words
+from banaserve_bench.plan.trial import Device, StepError
+from banaserve_bench.silicon import description as step_times
+from banaserve_bench.simulation.job import AskedSystem, SimulationJob, job
 
 _INSTANCES = 4
 _LEAST_SEEDS = 2
