@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
-from banaserve.base.figure_text import row
+from banaserve.base.text.figure_text import row
 from banaserve_bench.report import plots
 from banaserve_bench.report.plots import LIGHT
 from banaserve_bench.results import result

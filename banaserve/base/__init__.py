@@ -1,5 +1,5 @@
 """Foundation of all other packages: errors, clock, configuration, registries, names.
 
-In every process. Entries: ``config.ServeConfig`` for ``banaserve serve``, ``types`` for the values
-that pass between layers, ``errors`` for exceptions. Imports neither torch nor vLLM.
+In every process. Entries: ``config.serve_config.ServeConfig`` for ``banaserve serve``, ``types``
+for the values that pass between layers, ``errors`` for exceptions. Imports neither torch nor vLLM.
 """

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from banaserve.base.errors import UserError
-from banaserve.base.statistics import mean_interval
+from banaserve.base.text.statistics import mean_interval
 from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.orchestrator.control.costs.profile import load
 from banaserve.orchestrator.control.costs.steps import StepCosts

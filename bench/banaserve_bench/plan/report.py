@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from banaserve.base.figure_text import interval_text, number
-from banaserve.base.statistics import Interval
+from banaserve.base.text.figure_text import interval_text, number
+from banaserve.base.text.statistics import Interval
 from banaserve.cli.terminal.console import print_rows
 from banaserve.sim.result import SIMULATED
 from banaserve_bench.plan.advisor import Advice, CounterOffer, PlanQuestion, Result, Screening

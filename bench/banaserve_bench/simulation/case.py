@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from banaserve.base.errors import UserError
-from banaserve.base.names import check_known
+from banaserve.base.text.names import check_known
 from banaserve.orchestrator.control.costs.profile import Profile, check_keys, load, read_toml
 from banaserve.sim.cluster.events import Event
 from banaserve.sim.request import SimRequest

@@ -13,8 +13,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from banaserve.base.arguments import option
 from banaserve.base.errors import UserError
-from banaserve.base.figure_text import interval_text, row
-from banaserve.base.plugins import PluginGroup
+from banaserve.base.plugins.discovery import PluginGroup
+from banaserve.base.text.figure_text import interval_text, row
 from banaserve.cli.app import App
 from banaserve.cli.plugins import use_plugins, warn_of_rivalries
 from banaserve.cli.terminal.console import print_json, print_rows

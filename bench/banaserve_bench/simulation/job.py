@@ -11,8 +11,8 @@ from random import Random
 
 from banaserve.base.arguments import AT_LEAST_1, argument, derived, extra, option
 from banaserve.base.errors import UserError
-from banaserve.base.names import check_known
-from banaserve.base.records import read_records
+from banaserve.base.text.names import check_known
+from banaserve.base.text.records import read_records
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.orchestrator.control.move_policies import registry as migrations

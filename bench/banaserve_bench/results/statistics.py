@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from banaserve.base.statistics import as_samples
+from banaserve.base.text.statistics import as_samples
 
 
 def median(samples: Sequence[float]) -> float:
