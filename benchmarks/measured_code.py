@@ -129,11 +129,11 @@ class History:
 
     def _differs(self, commit: str, before: str, name: str) -> bool:
         path = self._top / name
-        if path.suffix != ".py":
-            return path.suffix != ".md"
+        if path.suffix == ".md":
+            return False
         old = self._git("show", f"{commit}:{before}")
         now = path.read_text() if path.is_file() else ""
-        return _statements(old) != _statements(now)
+        return old != now if path.suffix != ".py" else _statements(old) != _statements(now)
 
     def _git(self, *arguments: str) -> str:
         command = ["git", "-C", str(self._top), *arguments]

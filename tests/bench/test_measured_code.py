@@ -87,6 +87,18 @@ def test_a_file_that_has_moved_counts_by_its_statements_and_by_the_names_of_its_
     assert History(repository.top).has_changed(before, ["model"]) is is_stale
 
 
+@pytest.mark.parametrize(("text", "is_stale"), [("a = 1\n", False), ("a = 2\n", True)])
+def test_a_data_file_that_has_moved_counts_by_its_text(
+    text: str, is_stale: bool, repository: Repository
+) -> None:
+    repository.write("sim/rates.toml", "a = 1\n")
+    before = repository.commit()
+    (repository.top / "sim" / "rates.toml").unlink()
+    repository.write("model/rates.toml", text)
+    repository.git("add", ".")
+    assert History(repository.top).has_changed(before, ["model"]) is is_stale
+
+
 def test_a_file_that_is_gone_is_a_change(repository: Repository) -> None:
     (repository.top / "sim" / "steps.py").unlink()
     assert History(repository.top).has_changed(repository.first, ["sim"])
