@@ -23,8 +23,8 @@ QUOTED = (
     ("recovery", "pause_recompute.2000", "{:.1f} s"),
     ("elastic-cpu", "shared-prefixes.requests_ratio.prefix-affinity", "{:.2f}"),
     ("elastic-cpu", "chats.requests_ratio.prefix-affinity", "{:.2f} times"),
-    ("elastic-paced", "summaries-llama-swing.elastic.paced.goodput", "{:.0%}"),
-    ("elastic-paced", "summaries-llama-swing.colocated.paced.goodput", "{:.0%}"),
+    ("elastic-code", "code-llama.elastic.paced.goodput", "{:.0%}"),
+    ("elastic-code", "code-llama.colocated.paced.goodput", "{:.0%}"),
 )
 """Figures that README's table shows, with their form there: result, figure, form."""
 STALE_WORDS = "the measured code has changed since"
