@@ -67,9 +67,10 @@ def quoted_findings(readme: str, stale: Collection[Path] | None) -> Iterator[Fin
     for name, key, form in QUOTED:
         record = result.read(RESULTS / f"{name}.json")
         shown = form.format(record.figures[key].median)
-        rows = [line for line in readme.splitlines() if f"make bench NAME={name}" in line]
+        command = f"make bench NAME={record.name}"
+        rows = [line for line in readme.splitlines() if command in line]
         if not any(re.search(rf"(?<![\d.]){re.escape(shown)}", line) for line in rows):
-            yield at(README, f"NAME={name}", f"{key} of {name} is {shown}")
+            yield at(README, command, f"{key} of {name} is {shown}")
     if stale is None:
         return
     changed = sorted({name for name, _, _ in QUOTED if Path(f"{name}.json") in stale})
