@@ -22,6 +22,7 @@ from banaserve.engine.connector.scheduler_side.prefix_matcher import (
     ASK_FOR_ROOM_S,
     ROOM_S,
     UNDECIDED_FOR_S,
+    WRITER_PATIENCE,
 )
 from banaserve.engine.connector.scheduler_side.request_state import LONGEST_WAIT_S
 from banaserve.engine.connector.scheduler_side.scheduler import StoreConnectorScheduler
@@ -555,9 +556,76 @@ def test_what_is_written_for_ever_is_computed(bench: Bench) -> None:
         assert bench.clock.now_s < began_s + 2 * LONGEST_WAIT_S
 
 
-def test_what_others_write_is_computed_where_nobody_handed_it_over(bench: Bench) -> None:
+def test_what_others_write_is_computed_while_its_cost_is_unknown(bench: Bench) -> None:
     request = bench.request(4)
     bench.store.written_elsewhere = set(request.block_hashes[:2])
+    assert bench.side.match(request, 0) == 0
+    assert bench.counted("waited_for_prefix") == 0
+
+
+def wait_for_writer(bench: Bench, request: compat.Request, until_s: float) -> int | None:
+    """Ask again and again until the request is matched, or until the given time."""
+    while (matched := bench.side.match(request, 0)) is None and bench.clock.now_s < until_s:
+        bench.pass_over()
+        assert bench.store.reservations == {}, "a waiting leg holds slots"
+        bench.clock.now_s += ASK_AGAIN_S / 2
+    return matched
+
+
+def test_a_prefix_that_another_leg_computes_is_waited_for_and_fetched(bench: Bench) -> None:
+    teach(bench, block_fetch_s=0.001)
+    request = bench.request(4, handover=Handover(leaves_tail=True))
+    bench.store.written_elsewhere = set(request.block_hashes[:3])
+    began_s = bench.clock.now_s
+    assert wait_for_writer(bench, request, began_s + 0.04) is None
+    bench.store.written_elsewhere = set()
+    bench.hold(request, [HIT] * 3)
+    assert wait_for_writer(bench, request, began_s + 0.1) == 3 * BLOCK
+    assert len(bench.store.reservations) == 1
+    assert bench.counted("waited_for_prefix") == 1
+    assert bench.counted("prefix_wait_seconds") == pytest.approx(bench.clock.now_s - began_s)
+    # Some questions a wait, not one a step: many legs may wait for one prefix.
+    assert len(bench.store.exchanges) <= 16
+
+
+def test_a_leg_waits_at_most_twice_as_long_as_computing_takes(bench: Bench) -> None:
+    teach(bench, block_fetch_s=0.001)
+    request = bench.request(4)
+    bench.store.written_elsewhere = set(request.block_hashes[:3])
+    began_s = bench.clock.now_s
+    assert wait_for_writer(bench, request, began_s + 1.0) == 0
+    waited_s = bench.clock.now_s - began_s
+    bench.side.match(bench.request(4), 0)
+    _, _, _, compute_block_s = bench.store.exchanges[-1]
+    assert waited_s == pytest.approx(WRITER_PATIENCE * 3 * compute_block_s, abs=2 * ASK_AGAIN_S)
+    bench.pass_over()
+    assert bench.side.match(request, 0) == 0, "it waits once in its life"
+
+
+def test_the_first_that_asks_after_a_writers_death_computes_for_all(bench: Bench) -> None:
+    teach(bench, block_fetch_s=0.001)
+    first, second = bench.request(4), bench.request(4)
+    second.block_hashes[:] = first.block_hashes
+    bench.store.written_elsewhere = set(first.block_hashes)
+    assert bench.side.match(first, 0) is None
+    assert bench.side.match(second, 0) is None
+    bench.pass_over()
+    bench.store.written_elsewhere = set()
+    bench.clock.now_s += 0.02
+    assert bench.side.match(first, 0) == 0
+    assert len(bench.store.reservations) == 4
+    assert bench.side.match(second, 0) is None
+    plan = bench.schedule(first, 0)
+    bench.store.commit([copy.slot for copy in plan.saves])
+    bench.clock.now_s += 0.02
+    assert bench.side.match(second, 0) == 4 * BLOCK
+
+
+def test_a_leg_that_does_not_read_the_store_waits_for_no_writer(bench: Bench) -> None:
+    teach(bench, block_fetch_s=0.001)
+    request = bench.request(4)
+    request.skip_reading_prefix_cache = True
+    bench.store.written_elsewhere = set(request.block_hashes)
     assert bench.side.match(request, 0) == 0
 
 

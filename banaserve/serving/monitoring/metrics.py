@@ -106,6 +106,8 @@ _TRANSFERS = {
         "prompt_tokens_cached": "Prompt tokens that an instance had cached or fetched",
         "waited_for_room": "Prefill legs that waited: decode had not read what the store held",
         "room_wait_seconds": "Seconds that they waited",
+        "waited_for_prefix": "Legs that waited for a prefix that another leg was computing",
+        "prefix_wait_seconds": "Seconds that they waited",
         "loaded_blocks": "KV blocks fetched from the store",
         "loaded_bytes": "Bytes fetched from the store",
         "saved_blocks": "KV blocks committed to the store",

@@ -106,6 +106,32 @@ def test_a_death_under_load_breaks_no_answer(
     assert writer(run_dir, victim) != pid
 
 
+@pytest.mark.parametrize("victim", ["p0", "kvstore"])
+def test_legs_that_share_a_prefix_answer_when_what_they_wait_for_dies(
+    victim: str, server: Run, run_dir: Path
+) -> None:
+    """One prefill instance computes the prefix, the other one's legs wait for it in the store."""
+    (prefix,) = prompts.prompts("synthetic", 1, 500, 520, len(victim), str.split)
+    calls = [CompletionCall(str(i), prompt=f"{prefix.text} {i}", max_tokens=8) for i in range(12)]
+
+    async def load_and_kill() -> list[RequestRecord]:
+        streams = asyncio.create_task(stream_all(server, calls))
+        came = len(calls)
+        await asyncio.to_thread(
+            until, lambda: server.metric("banaserve_requests_in_flight") >= came, "all came"
+        )
+        os.kill(writer(run_dir, victim), signal.SIGKILL)
+        return await streams
+
+    records = asyncio.run(load_and_kill())
+    assert [record.error for record in records] == [None] * len(calls)
+    until(lambda: server.is_ready(*NAMES), "all instances and the store are back")
+    again = asyncio.run(stream_all(server, calls))
+    assert [r.token_ids for r in again] == [r.token_ids for r in records]
+    until(lambda: server.metric("banaserve_kvstore_up") == 1, "the store answers")
+    until(lambda: server.metric("banaserve_kvstore_writing_slots") == 0, "nothing half written")
+
+
 def test_answers_are_the_same_after_all_that(
     server: Run, calls: list[CompletionCall], expected: list[list[int]]
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 
 from banaserve.base.clock import Clock
 from banaserve.contracts.trace_events import GateDecided, PromotionEnded, StoreAsked
@@ -43,6 +44,14 @@ A prefill leg is then computed without room; decode computes the blocks that it 
 """
 UNDECIDED_FOR_S = 0.1
 """Maximum time to ask the tiers about undecided blocks, in seconds; then they count as missing."""
+WRITER_PATIENCE = 2.0
+"""Maximum wait for blocks that another leg is computing, as a multiple of their own compute time.
+
+The writer began earlier, but its step may compute more than these blocks. A leg that waits in vain
+and then computes them takes three times as long, and not longer.
+"""
+_WRITER_LOOKS = 16
+"""Number of times the store is asked during such a wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +129,8 @@ class EngineCostGate:
 class PrefixMatcher:
     """Matcher that asks the store about waiting requests, and never blocks on a tier.
 
-    It asks again about a request after ``ASK_AGAIN_S`` while a block is undecided or another
-    instance writes it, and after ``ASK_FOR_ROOM_S`` while the store has no room.
+    It asks again about a request after ``ASK_AGAIN_S`` or more while a block is undecided or
+    another leg computes it, and after ``ASK_FOR_ROOM_S`` while the store has no room.
 
     Args:
         num_states: Number of layer groups that keep states; a prefix is fetched with all of its
@@ -230,8 +239,9 @@ class PrefixMatcher:
         # Blocks that were computed for this request are fetched at any cost, also from a tier.
         is_owed = tracked.is_owed
         block_s = 0.0 if is_owed else self._gate.block_budget_s(first, covered)
+        reads = not request.skip_reading_prefix_cache
         answer = self._client.exchange(
-            acquire=[] if request.skip_reading_prefix_cache else keys,
+            acquire=keys if reads else [],
             reserve=[(offer.key, offer.parent) for offer in offers],
             tenant=tracked.tenant,
             compute_block_s=block_s,
@@ -248,16 +258,16 @@ class PrefixMatcher:
         tracked.promotion = PendingPromotion(
             answer.slots, answer.num_ready, now_s, answer.wait_s, pending_s
         )
-        may_be_written = is_owed or tracked.goes_on
-        is_written = may_be_written and self._is_being_written(keys, offers, answer)
         if until_s is None:
-            until_s = now_s + (LONGEST_WAIT_S if is_written else UNDECIDED_FOR_S)
+            until_s = now_s + UNDECIDED_FOR_S
+        num_written = self._num_being_written(keys, offers, answer) if reads else 0
+        waits_for_writer = self._waits_for_writer(tracked, num_written, block_s, now_s)
         asked = StoreAsked(
             asked_blocks=len(keys),
             found_blocks=len(answer.slots),
             ready_blocks=answer.num_ready,
             reserved_blocks=sum(slot is not None for slot in answer.reserved),
-            is_undecided=answer.undecided or is_written,
+            is_undecided=answer.undecided or waits_for_writer,
             took_s=self._clock.now() - now_s,
         )
         self._notes.note(request.request_id, asked)
@@ -271,8 +281,8 @@ class PrefixMatcher:
             self._for_room[request.request_id] = tracked
             self._num_held = answer.num_held
             self._give_back(tracked)
-        elif (answer.undecided or is_written) and now_s < until_s:
-            tracked.ask_again_at_s = now_s + ASK_AGAIN_S
+        elif waits_for_writer or (answer.undecided and now_s < until_s):
+            tracked.ask_again_at_s = now_s + max(ASK_AGAIN_S, tracked.writer_look_s)
             self._abandon_saves(tracked)
         elif answer.num_declined:
             self._stats.add(tier_declined_blocks=answer.num_declined)
@@ -312,21 +322,50 @@ class PrefixMatcher:
             room_block_bytes=self._client.slot_bytes if waiting else 0,
         )
 
-    def _is_being_written(
+    def _num_being_written(
         self, keys: list[bytes], offers: list[SaveCandidate], answer: Exchanged
-    ) -> bool:
-        """Return whether another instance is writing the first block that was not found.
-
-        Two prefill instances that compute one prefix at the same time save it once; the leg that
-        follows the faster of them waits for the other's last step. A request that continues after
-        an instance's death waits until the store knows of the death: otherwise it could not save
-        the block, and later requests with its prefix would find no block after that one.
-        """
-        missing = keys[len(answer.slots) : len(answer.slots) + 1]
+    ) -> int:
+        """Return how many blocks, from the first that was not found on, another leg computes."""
         granted = {o.key for o, slot in zip(offers, answer.reserved, strict=False) if slot}
-        if not missing or missing[0] in granted:
+        missing = list(takewhile(lambda key: key not in granted, keys[len(answer.slots) :]))
+        states = self._client.lookup(missing) if missing else []
+        return sum(1 for _ in takewhile(lambda state: state is Lookup.PENDING, states))
+
+    def _waits_for_writer(
+        self, tracked: RequestState, num_written: int, block_s: float, now_s: float
+    ) -> bool:
+        """Return whether a leg waits for the blocks of its prefix that another leg is computing.
+
+        It waits where computing them again is predicted to take longer, once in its life, and
+        holds no slots meanwhile; where the cost of a block is unknown, or the blocks of a prefix
+        are useless without its states, it computes. If the writer dies, its blocks are missing, and
+        the first that asks computes them.
+
+        Two legs wait longer. One whose prefix was computed for it: two prefill instances that
+        compute one prefix at the same time save it once, and the decode leg of the faster of them
+        waits for the other's last step. And one that goes on after the death of an instance:
+        otherwise it could not save the block, and later requests would find no block after it.
+        """
+        if not num_written:
+            self._end_writer_wait(tracked, now_s)
             return False
-        return self._client.lookup(missing) == [Lookup.PENDING]
+        if tracked.writer_until_s is None:
+            patience_s = 0.0 if self._num_states else WRITER_PATIENCE * block_s * num_written
+            tracked.writer_look_s = min(patience_s / _WRITER_LOOKS, UNDECIDED_FOR_S)
+            if tracked.is_owed or tracked.goes_on:
+                patience_s, tracked.writer_look_s = LONGEST_WAIT_S, ASK_AGAIN_S
+            tracked.writer_until_s = now_s + patience_s
+            tracked.writer_since_s = now_s
+            self._stats.add(waited_for_prefix=int(patience_s > 0))
+        if now_s < tracked.writer_until_s:
+            return True
+        self._end_writer_wait(tracked, now_s)
+        return False
+
+    def _end_writer_wait(self, tracked: RequestState, now_s: float) -> None:
+        if tracked.writer_since_s is not None:
+            self._stats.add(prefix_wait_seconds=now_s - tracked.writer_since_s)
+            tracked.writer_since_s = None
 
     def _offers(self, tracked: RequestState, first: int, tail: bytes | None) -> list[SaveCandidate]:
         """Return the blocks to save if the store lacks them.
@@ -443,6 +482,7 @@ class PrefixMatcher:
             self._stats.add(promotion_abandoned=1)
         tracked.promotion = tracked.ask_again_at_s = tracked.verdict = None
         self._end_room_wait(tracked, self._clock.now())
+        self._end_writer_wait(tracked, self._clock.now())
         self._give_back(tracked)
 
     def _give_back(self, tracked: RequestState) -> None:

@@ -142,6 +142,10 @@ class RequestState:
         room_until_s: Time until which this leg waits for room in the store; None where there has
             been room so far.
         refused_s: Time at which the store was last asked and had no room for the leg.
+        writer_until_s: Time until which this leg waits for blocks of its prefix that another leg is
+            computing; None where it has met none.
+        writer_look_s: Time between two questions about them, in seconds.
+        writer_since_s: Time at which that wait began; None before it and after it.
         prefix_tokens: Number of tokens of the prefix that the store was last asked for.
         prefix_blocks: Number of blocks of that prefix, those of its states included.
     """
@@ -163,6 +167,9 @@ class RequestState:
     has_hold: bool = False
     room_until_s: float | None = None
     refused_s: float = 0.0
+    writer_until_s: float | None = None
+    writer_look_s: float = 0.0
+    writer_since_s: float | None = None
     prefix_tokens: int = 0
     prefix_blocks: int = 0
 
