@@ -1,4 +1,4 @@
-"""Values to text and back: JSON, records, figures with their spread, names with a hint.
+"""Values to text and back: JSON, records, names with a hint.
 
-In any process. Entries: ``json_text``, ``figure_text.number``.
+In any process. Entries: ``json_text``, ``records``.
 """

@@ -28,7 +28,6 @@ from rich.table import Table
 
 from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
-from banaserve.base.text.figure_text import interval_text
 from banaserve.base.text.names import check_known
 from banaserve_bench.datasets.items import Dataset, WantedLengths, Words
 from banaserve_bench.loadgen.arrivals import KINDS
@@ -37,6 +36,7 @@ from banaserve_bench.loadgen.loops import run_fast
 from banaserve_bench.loadgen.modelled_time import modelled_time
 from banaserve_bench.loadgen.target import ServerUnderTest, find_target, load_tokenizer, try_out
 from banaserve_bench.results import result
+from banaserve_bench.results.figure_text import interval_text
 from banaserve_bench.results.result import ModelledTime
 from banaserve_bench.results.units import NO_VALUE
 from banaserve_bench.serving.cell import CellId, Progress
