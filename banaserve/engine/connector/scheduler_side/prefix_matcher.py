@@ -47,8 +47,8 @@ UNDECIDED_FOR_S = 0.1
 WRITER_PATIENCE = 2.0
 """Maximum wait for blocks that another leg is computing, as a multiple of their own compute time.
 
-The writer began earlier, but its step may compute more than these blocks. A leg that waits in vain
-and then computes them takes three times as long, and not longer.
+The writer began earlier, but its step may compute more than these blocks. A leg that waits until
+the limit and then computes them takes three times as long, and not longer.
 """
 _WRITER_LOOKS = 16
 """Number of times the store is asked during such a wait."""
