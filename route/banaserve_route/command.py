@@ -25,6 +25,7 @@ from banaserve_route.balancer.config import (
     ReplicaSettings,
 )
 from banaserve_route.balancer.config_file import read_settings
+from banaserve_route.balancer.discovery import Discovery
 from banaserve_route.policies import registry
 
 _DEFAULTS = BalancerSettings()
@@ -38,7 +39,11 @@ class RouteOptions:
     config: Path | None = option(
         "TOML or YAML, instead of all other options", None, Path, metavar="FILE"
     )
-    replica: tuple[str, ...] = option("one server; repeat for several", (), metavar="URL")
+    replica: tuple[str, ...] = option(
+        "one server, or dns+http://NAME:PORT for each address of a name; repeat for several",
+        (),
+        metavar="URL",
+    )
     policy: str = option("{names}", _DEFAULTS.policy.name)
     preset: str = option("set of the policy's options to start from", "")
     policy_options: Options = pairs(
@@ -122,8 +127,8 @@ def route_command(argv: Sequence[str]) -> int:
     say = timed(sys.stdout)
     balancers: list[Balancer] = []
 
-    def make() -> Balancer:
-        balancers.append(Balancer(settings, print_error))
+    def make(found: BalancerSettings) -> Balancer:
+        balancers.append(Balancer(found, print_error))
         return balancers[0]
 
     raise_descriptor_limit()
@@ -132,7 +137,8 @@ def route_command(argv: Sequence[str]) -> int:
     # Bound early: a port found in use only later would cost minutes.
     with bind(settings.host, settings.port) as sock:
         say(f"looking at {len(settings.replicas)} replicas and {len(settings.peers)} peers")
-        code = server.run(make, sock, lambda: _banner(balancers[0]), asked.config)
+        discovery = Discovery(settings, print_error)
+        code = server.run(make, discovery, sock, lambda: _banner(balancers[0]), asked.config)
     say("ended")
     return code
 

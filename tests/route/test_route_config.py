@@ -12,6 +12,7 @@ from banaserve.cli import main as cli
 from banaserve_route.balancer.balancer import Balancer
 from banaserve_route.balancer.config import BalancerSettings, PolicySettings, ReplicaSettings
 from banaserve_route.balancer.config_file import follow, read_settings
+from banaserve_route.balancer.discovery import Discovery
 
 TOML = """
 region = "eu"
@@ -161,7 +162,7 @@ async def test_a_file_is_followed_and_a_mistake_in_it_changes_nothing(tmp_path, 
     path = write(tmp_path, "[[replicas]]\nurl = 'http://127.0.0.1:1'")
     said = asyncio.Queue()
     balancer = Balancer(read_settings(path), said.put_nowait)
-    following = asyncio.create_task(follow(path, balancer))
+    following = asyncio.create_task(follow(path, balancer, Discovery(BalancerSettings(), print)))
     await asyncio.sleep(0)
     write(tmp_path, "[[replicas]]\nurl = 'http://127.0.0.1:1'\nuri = 1")
     assert "unknown key replicas[0].uri" in await asyncio.wait_for(said.get(), 20)

@@ -16,6 +16,8 @@ from banaserve.base.net.tls import ClientTls, ServerTls
 from banaserve.base.text.names import check_known
 from banaserve.kvstore.sizes import parse_size
 
+BY_NAME = "dns+"
+"""Beginning of the URL of a service: each address of its host's name is a replica."""
 MAX_TOLD_REPLICAS = 256
 """Maximum number of replicas that one balancer reports to another."""
 MAX_NAME_CHARS = 256
@@ -26,7 +28,8 @@ class ReplicaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Settings of a replica.
 
     Attributes:
-        url: URL of the replica, ``http://HOST:PORT``.
+        url: URL of the replica, ``http://HOST:PORT``; or ``dns+http://HOST:PORT`` for a replica at
+            each address of the name, looked up every five seconds.
         id: Name of the replica in metrics and logs; empty for host and port.
         models: Names of the models that the replica serves; empty for any model.
         key: Key sent to the replica instead of the client's key.
@@ -49,7 +52,25 @@ class ReplicaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         Raises:
             UserError: The URL is invalid.
         """
-        parse_endpoint(self.url)
+        endpoint = self.endpoint
+        if self.is_name and endpoint.is_tls:
+            raise UserError(f"{self.url}: certificates are for one name: list the servers' URLs")
+        if self.is_name and self.id:
+            raise UserError(f"{self.url} has the id {self.id}: several servers need several ids")
+
+    @property
+    def is_name(self) -> bool:
+        """True if each address of the host's name is a replica."""
+        return self.url.startswith(BY_NAME)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Return the address in the URL.
+
+        Raises:
+            UserError: The URL is invalid.
+        """
+        return parse_endpoint(self.url.removeprefix(BY_NAME))
 
 
 class PeerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -77,6 +98,8 @@ class PeerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         """
         for one in self.replicas:
             one.check()
+            if one.is_name:
+                raise UserError(f"{one.url} of the peer {self.region}: list the servers' addresses")
         for place in self.adopt:
             if "://" in place:
                 parse_endpoint(place)
@@ -341,12 +364,14 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
                 f"{len(self.replicas)} replicas: peers are told of {MAX_TOLD_REPLICAS} at most"
             )
         for one in self.replicas:
+            one.check()
             check_name("the id of a replica", one.id)
             for model in one.models:
                 check_name("a model", model)
         seen: set[Endpoint] = set()
-        for url in [one.url for one in self.replicas] + [one.url for one in self.peers]:
-            endpoint = parse_endpoint(url)
+        places = [(one.url, one.endpoint) for one in self.replicas]
+        places += [(one.url, parse_endpoint(one.url)) for one in self.peers]
+        for url, endpoint in places:
             if endpoint in seen:
                 raise UserError(f"replica {url} is there twice: remove one")
             seen.add(endpoint)
@@ -372,7 +397,7 @@ def check_name(what: str, name: str) -> None:
 
 def replica_id(one: ReplicaSettings) -> str:
     """Return the id of a replica: the one in its settings, or host and port."""
-    return one.id or parse_endpoint(one.url).authority
+    return one.id or one.endpoint.authority
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from banaserve_route.balancer.config import (
     ReplicaSettings,
     TenantSettings,
 )
+from banaserve_route.balancer.discovery import Discovery
 from banaserve_route.balancer.targets.health import run_periodically
 
 _MAX_BYTES = 4 * 1024 * 1024
@@ -106,15 +107,15 @@ def _explain(message: str) -> str:
     return f"unknown key {where}{'.' if where else ''}{key}{hint}"
 
 
-async def follow(path: Path, balancer: Balancer) -> None:
+async def follow(path: Path, balancer: Balancer, discovery: Discovery) -> None:
     """Read ``path`` again whenever it changes; a file with a mistake changes nothing."""
-    look = _File(path, balancer).look
+    look = _File(path, balancer, discovery).look
     await run_periodically(look, _LOOK_S, balancer.log, f"reading {path} again")
 
 
 class _File:
-    def __init__(self, path: Path, balancer: Balancer) -> None:
-        self._path, self._balancer = path, balancer
+    def __init__(self, path: Path, balancer: Balancer, discovery: Discovery) -> None:
+        self._path, self._balancer, self._discovery = path, balancer, discovery
         self._seen = self._before = _stamp(path)
 
     async def look(self) -> None:
@@ -126,7 +127,7 @@ class _File:
         self._seen = stamp
         balancer = self._balancer
         try:
-            balancer.change(read_settings(self._path))
+            await self._discovery.take(read_settings(self._path), balancer)
         except UserError as error:
             balancer.log(f"{error}; going on as before")
         else:

@@ -14,7 +14,9 @@ import uvloop
 from banaserve.base.net.sockets import keep_alive
 from banaserve.base.net.tls import Certificates, ClientListener, TlsListener
 from banaserve_route.balancer.balancer import TICK_S, Balancer
+from banaserve_route.balancer.config import BalancerSettings
 from banaserve_route.balancer.config_file import follow
+from banaserve_route.balancer.discovery import Discovery
 from banaserve_route.balancer.http.client_connection import ClientConnection
 
 _TICKS_A_SLOW_ONE = 5
@@ -23,14 +25,16 @@ _HANDSHAKE_S = 10.0
 
 
 def run(
-    make: Callable[[], Balancer],
+    make: Callable[[BalancerSettings], Balancer],
+    discovery: Discovery,
     sock: socket.socket,
     on_ready: Callable[[], None],
     config: Path | None = None,
 ) -> int:
     """Serve on ``sock`` until SIGINT or SIGTERM; return 128 plus the signal's number.
 
-    The settings follow changes of the file ``config``, if there is one.
+    The settings follow changes of the file ``config``, if there is one, and of the addresses of
+    names.
 
     After the first signal, requests under way may finish within a limited time; the second signal
     ends the process at once.
@@ -40,11 +44,12 @@ def run(
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve(make, sock, on_ready, config))
+        return runner.run(serve(make, discovery, sock, on_ready, config))
 
 
 async def serve(
-    make: Callable[[], Balancer],
+    make: Callable[[BalancerSettings], Balancer],
+    discovery: Discovery,
     sock: socket.socket,
     on_ready: Callable[[], None],
     config: Path | None,
@@ -54,11 +59,12 @@ async def serve(
     signals: asyncio.Queue[int] = asyncio.Queue()
     for each in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(each, signals.put_nowait, int(each))
-    balancer = make()
+    await discovery.look()
+    balancer = make(discovery.settings)
     await balancer.start()
-    tasks = [loop.create_task(tick(balancer))]
+    tasks = [loop.create_task(tick(balancer)), loop.create_task(discovery.follow(balancer))]
     if config is not None:
-        tasks.append(loop.create_task(follow(config, balancer)))
+        tasks.append(loop.create_task(follow(config, balancer, discovery)))
     server = await listen(balancer, sock)
     on_ready()
     try:

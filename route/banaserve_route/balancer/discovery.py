@@ -1,0 +1,113 @@
+"""Replicas by the name of a service: each address of ``dns+http://NAME:PORT`` is a replica.
+
+For names with an address for each server, such as headless services of Kubernetes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+
+from msgspec import structs
+
+from banaserve.base.errors import UserError
+from banaserve_route.balancer.balancer import Balancer
+from banaserve_route.balancer.config import BY_NAME, BalancerSettings, Endpoint, ReplicaSettings
+from banaserve_route.balancer.targets.health import run_periodically
+
+LOOK_S = 5.0
+"""Time between two lookups of a name, in seconds."""
+_ANSWER_S = 5.0
+_MAX_ADDRESSES = 256
+_NO_ADDRESS = (socket.EAI_NONAME, socket.EAI_NODATA)
+
+Resolve = Callable[[str, int], Awaitable[list[str] | None]]
+"""Function that returns the addresses of a host and port; None if the lookup has failed."""
+
+
+async def resolve(host: str, port: int) -> list[str] | None:
+    """Return the addresses of a name, sorted; None if the lookup fails for now."""
+    look = asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    try:
+        found = await asyncio.wait_for(look, _ANSWER_S)
+    except socket.gaierror as error:
+        return [] if error.errno in _NO_ADDRESS else None
+    except (OSError, TimeoutError):
+        return None
+    return sorted({str(address[0]) for *_, address in found})[:_MAX_ADDRESSES]
+
+
+class Discovery:
+    """Settings of a balancer with the addresses of each name in place of the name.
+
+    A lookup that fails changes nothing: replicas that are gone are found by their probes. A name
+    without an address has no replicas.
+
+    Args:
+        settings: Settings as they were given, perhaps with names.
+    """
+
+    def __init__(
+        self, settings: BalancerSettings, log: Callable[[str], None], resolve: Resolve = resolve
+    ) -> None:
+        self._given, self._log, self._resolve = settings, log, resolve
+        self._found: dict[Endpoint, list[str]] = {}
+        self._failed: set[Endpoint] = set()
+
+    @property
+    def settings(self) -> BalancerSettings:
+        """Return the settings with the addresses that were found last."""
+        replicas = [each for one in self._given.replicas for each in self._each(one)]
+        return structs.replace(self._given, replicas=tuple(replicas))
+
+    def _each(self, one: ReplicaSettings) -> Iterator[ReplicaSettings]:
+        if not one.is_name:
+            yield one
+            return
+        service = one.endpoint
+        for host in self._found.get(service, ()):
+            yield structs.replace(one, url=Endpoint(host, service.port).url)
+
+    async def look(self) -> bool:
+        """Look up every name; return whether an address has come or gone."""
+        before = dict(self._found)
+        names = [one.endpoint for one in self._given.replicas if one.is_name]
+        answers = await asyncio.gather(*(self._resolve(one.host, one.port) for one in names))
+        for name, found in zip(names, answers, strict=True):
+            if found is not None:
+                self._found[name] = found
+                self._failed.discard(name)
+            elif name not in self._failed:
+                self._failed.add(name)
+                self._log(f"{name.host} cannot be looked up; going on with the addresses as before")
+        return self._found != before
+
+    async def take(self, settings: BalancerSettings, balancer: Balancer) -> None:
+        """Apply settings that were given anew.
+
+        Raises:
+            UserError: The settings are invalid, or need a restart; nothing is changed.
+        """
+        before, self._given = self._given, settings
+        try:
+            await self.look()
+            balancer.change(self.settings)
+        except UserError:
+            self._given = before
+            raise
+
+    async def follow(self, balancer: Balancer) -> None:
+        """Look up the names again and again, and apply what has changed."""
+
+        async def look() -> None:
+            if not await self.look():
+                return
+            try:
+                balancer.change(self.settings)
+            except UserError as error:
+                self._log(f"{error}; going on as before")
+            else:
+                self._log(f"addresses of {BY_NAME} replicas: {len(balancer.targets)} targets")
+
+        await run_periodically(look, LOOK_S, self._log, "looking up replicas")
