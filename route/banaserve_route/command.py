@@ -23,6 +23,7 @@ from banaserve_route.balancer.config import (
     LimitSettings,
     PolicySettings,
     ReplicaSettings,
+    ShadowSettings,
 )
 from banaserve_route.balancer.config_file import read_settings
 from banaserve_route.balancer.discovery import Discovery
@@ -51,6 +52,9 @@ class RouteOptions:
         name="--policy-option",
     )
     seed: int = option("seed of the policy's random choices", 0)
+    shadow_policy: str = option(
+        "second policy that decides too; its decisions are only compared, in the metrics", ""
+    )
     host: str = option("address to listen at; other than loopback needs --api-key", _DEFAULTS.host)
     port: int = option("port to listen at", _DEFAULTS.port, metavar="PORT")
     api_keys: tuple[str, ...] = key_option(
@@ -97,6 +101,7 @@ class RouteOptions:
                 preset=self.preset,
                 options=dict(self.policy_options),
                 seed=self.seed,
+                shadow=ShadowSettings(name=self.shadow_policy) if self.shadow_policy else None,
             ),
             replicas=tuple(ReplicaSettings(url=url) for url in self.replica),
             limits=LimitSettings(**self._alike(LimitSettings)),

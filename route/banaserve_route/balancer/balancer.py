@@ -30,7 +30,7 @@ from banaserve_route.balancer.auth import (
     check_path,
     check_peer,
 )
-from banaserve_route.balancer.config import BalancerSettings
+from banaserve_route.balancer.config import BalancerSettings, PolicySettings, ShadowSettings
 from banaserve_route.balancer.http import replies
 from banaserve_route.balancer.http.client_connection import ClientConnection, RequestHandler
 from banaserve_route.balancer.http.request import ClientRequest, RequestRefusedError
@@ -50,8 +50,9 @@ from banaserve_route.balancer.targets.peers import (
 from banaserve_route.balancer.tenants import TenantQuotas, forwarded_identity
 from banaserve_route.balancer.tracing import observers
 from banaserve_route.policies.fleet import Fleet
-from banaserve_route.policies.interface import Need
+from banaserve_route.policies.interface import Need, ReplicaPolicy
 from banaserve_route.policies.registry import make
+from banaserve_route.policies.shadow import ShadowedPolicy
 
 FIXED = (
     "region",
@@ -100,16 +101,7 @@ class Balancer(RequestHandler):
         settings.check()
         self.log = log
         policy = settings.policy
-        self.fleet = Fleet(
-            make(
-                policy.name,
-                random.Random(policy.seed),
-                preset=policy.preset or None,
-                **policy.options,
-            ),
-            settings.region,
-            policy.staleness_s,
-        )
+        self.fleet = Fleet(_policy(policy), settings.region, policy.staleness_s)
         self._state: StateFile | None = None
         if policy.state_file:
             self._state = StateFile(Path(policy.state_file), policy.name, self.fleet.policy)
@@ -134,6 +126,8 @@ class Balancer(RequestHandler):
         self._num_requests = 0
         self._idle: asyncio.Event | None = None
         self.metrics.targets = self.targets.values
+        if isinstance(self.fleet.policy, ShadowedPolicy):
+            self.metrics.shadow = self.fleet.policy.counts
         self.metrics.queue_length = lambda: len(self.queue)
         self.metrics.num_connections = lambda: len(self.connections)
         self.metrics.num_under_way = lambda: len(self._under_way)
@@ -383,6 +377,17 @@ class Balancer(RequestHandler):
             observer.close()
         if self._state is not None:
             self._state.write(self.log)
+
+
+def _policy(settings: PolicySettings) -> ReplicaPolicy:
+    """Return the policy of the settings, with the shadow policy beside it if there is one."""
+    serving = _made(settings)
+    return serving if settings.shadow is None else ShadowedPolicy(serving, _made(settings.shadow))
+
+
+def _made(asked: PolicySettings | ShadowSettings) -> ReplicaPolicy:
+    draws = random.Random(asked.seed)
+    return make(asked.name, draws, preset=asked.preset or None, **asked.options)
 
 
 def max_connections(settings: BalancerSettings) -> int:

@@ -140,6 +140,20 @@ class TenantSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         )
 
 
+class ShadowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings of a second policy that decides too, and whose decisions are only compared.
+
+    Attributes:
+        preset: Name of the preset; empty for the policy's default.
+        seed: Seed of the policy's random choices.
+    """
+
+    name: str
+    preset: str = ""
+    options: dict[str, Any] = {}
+    seed: int = 0
+
+
 class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Settings of the routing policy: its name, its preset and its own options.
 
@@ -151,6 +165,7 @@ class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             Stale counters imitate balancers that read metrics, for comparison.
         hold_safe: True if weights found by tuning are taken back, and no others are tried. May
             change while serving.
+        shadow: Second policy that decides each request too; its decisions are only compared.
     """
 
     name: str = "predicted_latency"
@@ -160,6 +175,7 @@ class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     state_file: str = ""
     staleness_s: float = 0.0
     hold_safe: bool = False
+    shadow: ShadowSettings | None = None
 
 
 _MAY_BE_0 = ("max_outstanding", "max_connections_per_address", "drain_s")

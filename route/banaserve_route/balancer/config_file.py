@@ -21,6 +21,7 @@ from banaserve_route.balancer.config import (
     PeerSettings,
     PolicySettings,
     ReplicaSettings,
+    ShadowSettings,
     TenantSettings,
 )
 from banaserve_route.balancer.discovery import Discovery
@@ -31,6 +32,7 @@ _LOOK_S = 0.5
 _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "$": BalancerSettings,
     "$.policy": PolicySettings,
+    "$.policy.shadow": ShadowSettings,
     "$.limits": LimitSettings,
     "$.health": HealthSettings,
     "$.replicas[...]": ReplicaSettings,

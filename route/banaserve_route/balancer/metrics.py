@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.metrics_core import (
@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from banaserve_route.balancer.targets.target import Target
 from banaserve_route.policies.interface import Flight
+from banaserve_route.policies.shadow import ShadowChoice, ShadowCount
 
 _BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 300)
 
@@ -60,6 +61,7 @@ class Metrics(Collector):
         self.targets: Callable[[], Iterable[Target]] = tuple
         self.queue_length: Callable[[], int] = int
         self.num_under_way: Callable[[], int] = int
+        self.shadow: Mapping[ShadowChoice, ShadowCount] = {}
 
     def ended(
         self, status: int, arrived_s: float, now_s: float, num_reads: int, flights: list[Flight]
@@ -125,7 +127,22 @@ class Metrics(Collector):
         yield GaugeMetricFamily(
             name + "under_way", "Requests under way.", value=self.num_under_way()
         )
+        yield from self._of_shadow()
         yield from self._of_targets()
+
+    def _of_shadow(self) -> Iterator[Metric]:
+        readers: dict[str, Callable[[ShadowCount], float]] = {
+            "decisions": lambda one: one.num_requests,
+            "first_tokens": lambda one: one.num_first_tokens,
+            "first_token_seconds": lambda one: one.first_token_s,
+        }
+        for key, read in readers.items():
+            what = f"Of requests by the shadow policy's choice: {key}."
+            family = CounterMetricFamily(f"banaserve_route_shadow_{key}", what, labels=["choice"])
+            for choice, count in self.shadow.items():
+                family.add_metric([choice], float(read(count)))
+            if self.shadow:
+                yield family
 
     def _of_targets(self) -> Iterator[Metric]:
         name, targets = "banaserve_route_target_", list(self.targets())
