@@ -39,8 +39,9 @@ from banaserve.sim.timeline import Timeline
 from banaserve_bench.results import result
 from banaserve_bench.silicon.aiconfigurator import AiconfiguratorTimes
 from banaserve_bench.silicon.costs import EngineConstants, MeasuredCosts
+from banaserve_bench.silicon.linear import Floats, least_squares
 from banaserve_bench.silicon.step_times import GpuStepTimes
-from benchmarks.silicon import Floats, is_fitted, least_squares
+from benchmarks.silicon import is_fitted
 
 _PROFILE = load("llama-3.1-8b-h100")
 """Gives a simulated engine what step times do not need."""

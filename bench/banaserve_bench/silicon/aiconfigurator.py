@@ -8,6 +8,9 @@ from typing import Any
 
 from banaserve.base.errors import UserError
 
+PACKAGE_MISSING = (
+    "step times of aiconfigurator need its package: pip install 'banaserve-bench[plan]'"
+)
 PRECISIONS = ("gemm", "moe", "kvcache", "fmha")
 """Kinds of operators whose precision can be other than the config.json's."""
 
@@ -42,9 +45,7 @@ class AiconfiguratorTimes:
         try:
             from aiconfigurator_core.sdk.engine import EngineHandle
         except ImportError as error:
-            raise UserError(
-                "step times of aiconfigurator need its package: pip install 'banaserve-bench[plan]'"
-            ) from error
+            raise UserError(PACKAGE_MISSING) from error
         # The package logs each table that it replaces by a similar one.
         logging.getLogger("aiconfigurator_core").setLevel(logging.ERROR)
         experts = tensor_parallel if expert_parallel else 1
