@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import fields
 from difflib import get_close_matches
 from importlib.util import find_spec
 from itertools import product
@@ -24,7 +24,6 @@ from banaserve_bench.silicon.aiconfigurator import PACKAGE_MISSING, Aiconfigurat
 from banaserve_bench.silicon.costs import EngineConstants
 from banaserve_bench.silicon.description import ErrorSection, StepTimesDescription
 from banaserve_bench.silicon.linear import linear_fit
-from banaserve_bench.silicon.remembered import RememberedTimes
 from banaserve_bench.silicon.step_times import GpuStepTimes
 
 STEP_TOKENS = 8192
@@ -35,7 +34,7 @@ _MEMORY_FRACTION = 0.9
 _SYNC_S, _HOP_S = 5e-3, 20e-6
 """As in the built-in profiles: only moves of modules depend on them."""
 _PACKAGE = "aiconfigurator_core"
-_KNOWN_ERRORS = Path(__file__).with_name("whole_runs.toml")
+KNOWN_ERRORS = Path(__file__).with_name("whole_runs.toml")
 _NEAREST = 3
 
 
@@ -49,22 +48,6 @@ class ModelledEngine(NamedTuple):
     profile: Profile
     measured: StepTimesDescription
     weight_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class SummedError:
-    """Error of summed operators against whole runs, as ``silicon-runs`` has measured it.
-
-    Attributes:
-        num_runs: Number of runs that the means of relative errors are of.
-        runs: Models, GPUs and loads of these runs, in words.
-    """
-
-    tpot: float
-    ttft: float
-    latency: float
-    num_runs: int
-    runs: str
 
 
 def device_names() -> list[str]:
@@ -96,7 +79,7 @@ def modelled_engine(
     """
     check_known("device", device, device_names())
     folder = model_folder(model)
-    times = RememberedTimes(AiconfiguratorTimes(folder, device, tensor_parallel))
+    times = AiconfiguratorTimes(folder, device, tensor_parallel)
     try:
         shape = _shape(folder)
         memory = _memory(folder, device, tensor_parallel)
@@ -107,7 +90,11 @@ def modelled_engine(
         raise UserError(f"{model} on {tensor_parallel} x {device}: {told}{hint}") from error
     name = f"{Path(folder).name}-{device}-tp{tensor_parallel}"
     profile = _profile(name, shape, memory, times, _link(device, link_bytes_per_s))
-    return ModelledEngine(profile, _described(name, shape, times), memory.weight_bytes)
+    return ModelledEngine(
+        profile,
+        _described(name, folder, device, shape.has_block_scales, times),
+        memory.weight_bytes,
+    )
 
 
 def model_folder(model: str) -> str:
@@ -237,29 +224,43 @@ def _link(device: str, bytes_per_s: float | None) -> Link:
     return Link(bytes_per_s, _SYNC_S, _HOP_S)
 
 
-def _described(name: str, shape: _Shape, times: GpuStepTimes) -> StepTimesDescription:
-    error = summed_error(shape.has_block_scales)
+def _described(
+    name: str, folder: str, device: str, has_block_scales: bool, times: GpuStepTimes
+) -> StepTimesDescription:
+    known = read_toml(KNOWN_ERRORS)
+    of_both = [
+        one for one in known["fitted"] if (one["model"], one["device"]) == (folder, device)
+    ]
+    # The last version of vLLM; runs that name none come first.
+    fitted = max(of_both, key=lambda one: _numbers(one["version"]), default=None)
+    # GEMMs of checkpoints in fp8 with a scale for each block were measured slower than vLLM's.
+    summed = known["block_scales" if has_block_scales else "others"]
+    error = summed if fitted is None else fitted
+    if fitted is None:
+        source = "sums of operators in aiconfigurator-core, nothing fitted"
+        judged = f"other models and devices too: {summed['runs']}"
+    else:
+        version = fitted["version"] or "an unnamed version"
+        source = f"sums of operators in aiconfigurator-core, fitted on runs of vLLM {version}"
+        judged = "this model and device"
     return StepTimesDescription(
         name,
-        "sums of operators in aiconfigurator-core, nothing fitted",
-        f"steps of up to {STEP_TOKENS:,} tokens; operators of vLLM 0.24 where the package has them",
-        f"{error.num_runs} runs that this model and device need not be among: {error.runs} "
-        "(silicon-runs.json)",
-        ErrorSection(error.ttft, error.tpot, error.latency),
-        EngineConstants(),
+        source,
+        f"steps of up to {STEP_TOKENS:,} tokens; operators are vLLM 0.24's where it was measured",
+        f"{error['num_runs']} runs of {judged} (means; silicon-runs.json)",
+        ErrorSection(error["ttft"], error["tpot"], error["latency"]),
+        EngineConstants() if fitted is None else _constants(fitted),
         times,
+        *((0.0, 0.0) if fitted is None else (fitted["way_s"], fitted["way_token_s"])),
     )
 
 
-def summed_error(has_block_scales: bool) -> SummedError:
-    """Return the measured error of summed operators.
+def _constants(fitted: Mapping[str, Any]) -> EngineConstants:
+    return EngineConstants(**{one.name: fitted[one.name] for one in fields(EngineConstants)})
 
-    Args:
-        has_block_scales: True for checkpoints in fp8 with a scale for each block, whose GEMMs the
-            package measured slower than vLLM runs them.
-    """
-    table = read_toml(_KNOWN_ERRORS)
-    return SummedError(**table["block_scales" if has_block_scales else "others"])
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".") if part.isdecimal()]
 
 
 def _systems() -> Path:
