@@ -44,8 +44,10 @@ def text(groups: Mapping[str, Mapping[str, Any]]) -> str:
     lines = [_HEAD]
     for kind, names in sorted(classes.items()):
         errors = [one for name in names for one in groups[name]["errors"]]
-        models = sorted({f"{_parts(name)[0]} on {_parts(name)[1]}" for name in names})
-        lines += [f"[{kind}]", *_errors(errors, _SUMMED), f'runs = "{", ".join(models)}"', ""]
+        models = ", ".join(sorted({_parts(name)[0].partition("/")[2] for name in names}))
+        devices = ", ".join(sorted({_parts(name)[1] for name in names}))
+        runs = f'runs = "{models} on {devices}"'
+        lines += [f"[{kind}]", *_errors(errors, _SUMMED), runs, ""]
     for name in sorted(groups):
         lines += _fitted(name, groups[name])
     return "\n".join(lines)

@@ -310,7 +310,8 @@ def _offers(asked: PlanQuestion, found: Screening, tell: Tell) -> Iterator[Count
     goal = _ENOUGH * found.feasible_fraction
     if found.others and found.others[0].goodput > best.goodput + _DIFFERENCE:
         goal = min(goal, found.others[0].goodput)
-    other = _fewest_instances(asked, best, goal, tell)
+    enough = best.goodput >= goal
+    other = _fewer_gpus(asked, best, goal, tell) if enough else _more(asked, best, goal, tell)
     if other is not None:
         yield CounterOffer("instances", other, best)
 
@@ -319,28 +320,38 @@ def _gib(tried: Tried) -> int:
     return tried.candidate.store_gib
 
 
-def _fewest_instances(asked: PlanQuestion, best: Tried, goal: float, tell: Tell) -> Tried | None:
-    """Return the fewest colocated instances, up to twice as many, that reach ``goal``.
+def _more(asked: PlanQuestion, best: Tried, goal: float, tell: Tell) -> Tried | None:
+    """Return the fewest instances of the same kind, up to twice as many, that reach ``goal``."""
+    present = best.candidate.num_instances
+    for number in range(present + 1, 2 * present + 1):
+        tried = _like(asked, best, asked.device_of(best.candidate), number, tell)
+        if tried.goodput >= goal:
+            return tried
+    return None
 
-    None if these are the candidate's own, or there are none.
-    """
-    candidate, reached = best.candidate, None
-    present = candidate.num_instances
-    enough = best.goodput >= goal
-    numbers = range(present - 1, 0, -1) if enough else range(present + 1, 2 * present + 1)
-    for number in numbers:
-        one = colocated(
-            number,
-            candidate.step_tokens,
-            store=candidate.has_store,
-            shape=asked.shape(asked.device_of(candidate)),
-            store_gib=candidate.store_gib,
-        )
-        tried = _tried(asked, one, asked.loads.first[:_SCREENED], tell)
-        if (tried.goodput >= goal) != enough:
-            return reached if enough else tried
-        reached = tried
-    return reached if enough else None
+
+def _fewer_gpus(asked: PlanQuestion, best: Tried, goal: float, tell: Tell) -> Tried | None:
+    """Return the colocated instances of the fewest GPUs that reach ``goal``; None for all GPUs."""
+    found, fewest = None, asked.num_gpus
+    for device in asked.devices:
+        for number in range((fewest - 1) // device.gpus, 0, -1):
+            tried = _like(asked, best, device, number, tell)
+            if tried.goodput < goal:
+                break
+            found, fewest = tried, number * device.gpus
+    return found
+
+
+def _like(asked: PlanQuestion, best: Tried, device: Device, number: int, tell: Tell) -> Tried:
+    candidate = best.candidate
+    one = colocated(
+        number,
+        candidate.step_tokens,
+        store=candidate.has_store,
+        shape=asked.shape(device),
+        store_gib=candidate.store_gib,
+    )
+    return _tried(asked, one, asked.loads.first[:_SCREENED], tell)
 
 
 def _flips(asked: PlanQuestion, found: Screening, tell: Tell) -> list[Flip]:
