@@ -17,7 +17,7 @@ from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve_bench.plan.advisor import PlanQuestion, Screening, advise, screen
 from banaserve_bench.plan.candidates import MOST_STEP_TOKENS, USUAL_STEP_TOKENS
 from banaserve_bench.plan.engines import DEFAULT_GPUS, AskedEngine, find_devices
-from banaserve_bench.plan.html_page import write_page
+from banaserve_bench.plan.html_page import check_path, write_page
 from banaserve_bench.plan.loads import read_loads
 from banaserve_bench.plan.report import PlanReport, first_words
 from banaserve_bench.plan.trial import Device, StepError
@@ -106,6 +106,8 @@ def plan_command(options: PlanOptions) -> int:
     colocated instances is above 1, by the spread over loads and the error of the step times.
     """
     planned, asked = _question(options)
+    if options.html is not None:
+        check_path(options.html)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     console = Console(stderr=True)
     is_silent = not console.is_terminal
