@@ -20,7 +20,11 @@ from banaserve.orchestrator.control.costs.profile import (
     read_toml,
 )
 from banaserve.orchestrator.control.model.moving import Link
-from banaserve_bench.silicon.aiconfigurator import PACKAGE_MISSING, AiconfiguratorTimes
+from banaserve_bench.silicon.aiconfigurator import (
+    MOST_CHARS,
+    PACKAGE_MISSING,
+    AiconfiguratorTimes,
+)
 from banaserve_bench.silicon.costs import EngineConstants
 from banaserve_bench.silicon.description import ErrorSection, StepTimesDescription
 from banaserve_bench.silicon.linear import linear_fit
@@ -85,7 +89,7 @@ def modelled_engine(
         memory = _memory(folder, device, tensor_parallel)
     except Exception as error:
         # The package raises ValueError, KeyError and others; all are about model and device.
-        told = " ".join(str(error).split())
+        told = " ".join(str(error).split())[:MOST_CHARS]
         hint = "" if "KV budget" not in told else ": give a larger --tensor-parallel"
         raise UserError(f"{model} on {tensor_parallel} x {device}: {told}{hint}") from error
     name = f"{Path(folder).name}-{device}-tp{tensor_parallel}"

@@ -46,7 +46,12 @@ def _parse_pd(text: str) -> tuple[int, int]:
     return int(prefill), int(decode)
 
 
-def _parse_lengths(text: str) -> Lengths:
+def parse_lengths(text: str) -> Lengths:
+    """Return the lengths that ``N`` or ``LOW-HIGH`` stands for.
+
+    Raises:
+        UserError: The text is neither.
+    """
     low, dash, high = text.partition("-")
     if not low.isdecimal() or (dash and not high.isdecimal()):
         raise UserError(f"tokens are {text}: give a number, or LOW-HIGH such as 500-4000")
@@ -85,12 +90,12 @@ class AskedSystem:
     prompt_lengths: Lengths | None = option(
         "tokens of each prompt, or a range such as 500-4000, in place of a file",
         None,
-        _parse_lengths,
+        parse_lengths,
         name="--prompt-tokens",
         metavar="N",
     )
     output_lengths: Lengths | None = option(
-        "tokens of each answer, or a range", None, _parse_lengths, name="--output-tokens", metavar="N"
+        "tokens of each answer, or a range", None, parse_lengths, name="--output-tokens", metavar="N"
     )
     tokenizer: Path | None = option(
         "folder with the tokenizer.json that counts tokens of texts (else estimated: "
@@ -305,7 +310,7 @@ def _load(
     kind = asked.arrivals or ("trace" if _has_times(asked) else "poisson")
     most = profile.model.max_context_tokens
     if kind == "trace":
-        for name in ("duration_s", "max_output_tokens"):
+        for name in ("duration_s", "max_output_tokens", "tokenizer"):
             if getattr(asked, name) is not None:
                 option = name.removesuffix("_s").replace("_", "-")
                 raise UserError(f"{option} says nothing for a trace's own arrivals: use --limit")
