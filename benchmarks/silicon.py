@@ -206,9 +206,7 @@ def _compared(
     recorded = RecordedTimes(operators)
     replay.simulated(recorded, host_s)
     prefill, decode = linear_fit(recorded.steps)
-    linear = LinearTimes(
-        replace(profile, prefill=prefill, decode_small=decode, decode_large=None)
-    )
+    linear = LinearTimes(replace(profile, prefill=prefill, decode_small=decode, decode_large=None))
     kinds: dict[str, tuple[GpuStepTimes, float]] = {
         "operators": (operators, 0.0),
         "operators_fitted": (operators, host_s),

@@ -69,12 +69,15 @@ LOG = (
     '{"time": "2026-11-28T12:00:00Z", "usage": {"prompt_tokens": 10, "completion_tokens": 3}}',
     '{"time": "2026-11-28T12:00:02Z", "usage": {"prompt_tokens": 50, "completion_tokens": 0}}',
 )
-FRONT_DOOR = (
-    '{"id": "a", "arrived_at_s": 1795867201.0, "prompt_tokens": 30, "output_tokens": 4, "end": "stop"}',
-    '{"id": "b", "arrived_at_s": 1795867200.0, "prompt_tokens": 10, "output_tokens": 3, "end": "stop"}',
-    '{"id": "c", "arrived_at_s": 1795867202.0, "prompt_tokens": 50, "output_tokens": 9, "end": ""}',
-    '{"id": "d", "arrived_at_s": 1795867202.0, "prompt_tokens": 50, "output_tokens": 0, "end": "error"}',
-)
+FRONT_DOOR = [
+    f'{{"arrived_at_s": {at_s}, "prompt_tokens": {prompt}, "output_tokens": {output}, "end": "{end}"}}'
+    for at_s, prompt, output, end in (
+        (1795867201.0, 30, 4, "stop"),
+        (1795867200.0, 10, 3, "stop"),
+        (1795867202.0, 50, 9, ""),
+        (1795867202.0, 50, 0, "error"),
+    )
+]
 TABLE = (
     "ts,model,prompt_tokens,completion_tokens",
     "1795867201.0,m,30,4",

@@ -60,7 +60,7 @@ class PlanOptions(AskedSystem):
         f"GPUs in all, with --model ({DEFAULT_GPUS})", None, int, rule=AT_LEAST_1
     )
     link_gb_per_s: float | None = option(
-        "bandwidth between instances in GB/s, for each GPU (of --device: that of its usual network)",
+        "bandwidth between instances in GB/s, for each GPU (that of its usual network)",
         None,
         float,
         name="--link",
@@ -122,9 +122,7 @@ def plan_command(options: PlanOptions) -> int:
 
         found = screen(asked, tell, show)
         advice = advise(asked, found, tell)
-        report = PlanReport(
-            planned, asked, found, advice, options.price, options.model or "MODEL"
-        )
+        report = PlanReport(planned, asked, found, advice, options.price, options.model or "MODEL")
         if options.html is not None:
             write_page(report, options.html, tell)
     if options.as_json:

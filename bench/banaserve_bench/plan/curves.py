@@ -1,4 +1,4 @@
-"""Figures behind a plan's pictures: a Pareto front, latency over rate, parts of a request's time."""
+"""Figures behind a plan's pictures: Pareto front, latency over rate, parts of a request's time."""
 
 from __future__ import annotations
 

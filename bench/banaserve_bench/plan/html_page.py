@@ -16,7 +16,7 @@ from banaserve_bench.report.plots import DARK, LIGHT, Plot, PlotGrid, Series, Th
 
 _PARTS = ("wait", "prefill", "hand-over", "decode")
 _CSP = "default-src 'none'; style-src 'unsafe-inline'"
-Table = Sequence[Sequence[str]]
+Table = Iterable[Sequence[str]]
 
 
 def write_page(report: PlanReport, path: Path, tell: Callable[[str], None]) -> None:
@@ -66,7 +66,9 @@ def _body(report: PlanReport, curves: PlanCurves) -> Iterator[str]:
     yield f"<p>It starts with:</p><pre tabindex=0><code>{escape(report.command)}</code></pre>"
     yield _section("Systems that were judged", _table("Systems that were judged", report.rows()))
     unit = "GPU" if report.asked.device.kind else "instance"
-    yield _picture("What each system gives and takes", _front_plot(curves, unit), _placed(curves, unit))
+    yield _picture(
+        "What each system gives and takes", _front_plot(curves, unit), _placed(curves, unit)
+    )
     yield _picture("Latency over the rate", _rate_plots(curves), _over_rate(curves))
     yield _section("Where the time of a request goes", _parts(curves))
     if estimates := report.estimates():
@@ -140,9 +142,7 @@ def _parts(curves: PlanCurves) -> str:
     rows = [
         (name, *(number(1e3 * one, 3) for one in parts)) for name, parts in curves.parts.items()
     ]
-    bars = "".join(
-        f"<p>{escape(name)}</p>{_bar(parts)}" for name, parts in curves.parts.items()
-    )
+    bars = "".join(f"<p>{escape(name)}</p>{_bar(parts)}" for name, parts in curves.parts.items())
     keys = "".join(
         f"<span class=key><i class=part{n}></i>{part}</span>" for n, part in enumerate(_PARTS)
     )
@@ -160,7 +160,7 @@ def _bar(parts: TimeParts) -> str:
     return f"<div class=bar>{pieces}</div>"
 
 
-def _table(caption: str, rows: Iterable[Sequence[str]]) -> str:
+def _table(caption: str, rows: Table) -> str:
     heading, *others = rows
     head = "".join(f"<th scope=col>{escape(cell)}</th>" for cell in heading)
     lines = "".join(

@@ -40,8 +40,8 @@ def find_sensitivities(
     found = []
     for change, other, rows in _nearby(asked):
         tell(f"sensitivity: {change}")
-        of_both = [_runs(other, one, rows) for one in (challenger, rival)]
-        gain = gain_of_one_load(*of_both, len(rows))
+        own, theirs = (_runs(other, one, rows) for one in (challenger, rival))
+        gain = gain_of_one_load(own, theirs, len(rows))
         found.append(Sensitivity(change, answer(gain, other.error is not None), gain.whole))
     return found
 

@@ -99,9 +99,13 @@ class Device(NamedTuple):
                     instance.engine.costs.slowdown = scenario.factor
 
         way_s = self._way_s(rows)
-        limits = LatencyLimits(max(_LEAST_S, scenario.limits.ttft_s - way_s), scenario.limits.tpot_s)
+        limits = LatencyLimits(
+            max(_LEAST_S, scenario.limits.ttft_s - way_s), scenario.limits.tpot_s
+        )
         found = simulate(self.profile, candidate.system, requests_of(rows), limits, watch=watch)
-        return {name: way_s + value if name in _WITH_WAY else value for name, value in found.items()}
+        return {
+            name: way_s + value if name in _WITH_WAY else value for name, value in found.items()
+        }
 
     def time_parts(self, candidate: Candidate, rows: Sequence[Arrival]) -> TimeParts:
         """Return where the time of a request goes, in the mean of ``rows``."""

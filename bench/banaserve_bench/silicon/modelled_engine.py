@@ -232,9 +232,7 @@ def _described(
     name: str, folder: str, device: str, has_block_scales: bool, times: GpuStepTimes
 ) -> StepTimesDescription:
     known = read_toml(KNOWN_ERRORS)
-    of_both = [
-        one for one in known["fitted"] if (one["model"], one["device"]) == (folder, device)
-    ]
+    of_both = [one for one in known["fitted"] if (one["model"], one["device"]) == (folder, device)]
     # The last version of vLLM; runs that name none come first.
     fitted = max(of_both, key=lambda one: _numbers(one["version"]), default=None)
     # GEMMs of checkpoints in fp8 with a scale for each block were measured slower than vLLM's.

@@ -95,7 +95,11 @@ class AskedSystem:
         metavar="N",
     )
     output_lengths: Lengths | None = option(
-        "tokens of each answer, or a range", None, parse_lengths, name="--output-tokens", metavar="N"
+        "tokens of each answer, or a range",
+        None,
+        parse_lengths,
+        name="--output-tokens",
+        metavar="N",
     )
     tokenizer: Path | None = option(
         "folder with the tokenizer.json that counts tokens of texts (else estimated: "
