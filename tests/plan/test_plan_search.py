@@ -25,6 +25,7 @@ from banaserve_bench.plan.trial import Device, StepError
 
 PROFILE = load("llama-3.1-8b-h100")
 ROWS = [Arrival(n / 4, 3000, 60) for n in range(120)]
+pytestmark = pytest.mark.deep
 needs_package = pytest.mark.skipif(
     find_spec("aiconfigurator_core") is None, reason="the package is not there"
 )

@@ -22,6 +22,7 @@ from benchmarks.known_errors import RESULT, text
 
 _LLAMA = "meta-llama/Meta-Llama-3.1-8B"
 _HAS_PACKAGE = find_spec("aiconfigurator_core") is not None
+pytestmark = pytest.mark.deep
 needs_package = pytest.mark.skipif(not _HAS_PACKAGE, reason="the package is not there")
 
 

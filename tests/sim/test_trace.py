@@ -70,12 +70,12 @@ LOG = (
     '{"time": "2026-11-28T12:00:02Z", "usage": {"prompt_tokens": 50, "completion_tokens": 0}}',
 )
 FRONT_DOOR = [
-    f'{{"arrived_at_s": {at_s}, "prompt_tokens": {prompt}, "output_tokens": {output}, "end": "{end}"}}'
+    f'{{"arrived_at_s": {at_s}, "prompt_tokens": {prompt}, "output_tokens": {output}, {end}}}'
     for at_s, prompt, output, end in (
-        (1795867201.0, 30, 4, "stop"),
-        (1795867200.0, 10, 3, "stop"),
-        (1795867202.0, 50, 9, ""),
-        (1795867202.0, 50, 0, "error"),
+        (1795867201.0, 30, 4, '"end": "stop"'),
+        (1795867200.0, 10, 3, '"end": "stop"'),
+        (1795867202.0, 50, 9, '"end": ""'),
+        (1795867202.0, 50, 0, '"end": "error"'),
     )
 ]
 TABLE = (
