@@ -14,12 +14,13 @@ from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.orchestrator.control.costs.profile import load
 from banaserve.sim.result import LatencyLimits
 from banaserve.sim.trace import Arrival
-from banaserve_bench.plan.advisor import PlanQuestion, advise, screen
-from banaserve_bench.plan.candidates import Shape, colocated, fixed_candidates, split
-from banaserve_bench.plan.curves import Placed, find_curves, front
+from banaserve_bench.plan.advisor import advise, screen
+from banaserve_bench.plan.candidates import InstanceShape, colocated, fixed_candidates, split
 from banaserve_bench.plan.engines import AskedEngine, find_devices
 from banaserve_bench.plan.gain import MOST_RATIO, GoodputRuns, gain_of_one_load
 from banaserve_bench.plan.loads import PlanLoads
+from banaserve_bench.plan.page.curves import Placed, find_curves, front
+from banaserve_bench.plan.question import PlanQuestion
 from banaserve_bench.plan.sensitivities import find_sensitivities
 from banaserve_bench.plan.trial import Device, StepError
 
@@ -49,7 +50,7 @@ def _question(instances: int, **changes: object) -> PlanQuestion:
 
 
 def test_a_candidate_of_several_gpus_is_started_with_them() -> None:
-    shape = Shape(4, 131_072, True)
+    shape = InstanceShape(4, 131_072, True)
     for one in (colocated(2, store=True, shape=shape), split(1, 1, 2048, shape, 256)):
         config = parse_serve_argv(["MODEL", *one.words])
         assert config.vllm_argv[-2:] == ("--tensor-parallel-size", "4")

@@ -64,7 +64,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class InstanceShape:
     """What candidates of one kind of instance have in common.
 
     Attributes:
@@ -92,7 +92,7 @@ class Shape:
         return gib * 2**30 // self.token_bytes
 
 
-_ONE_GPU = Shape()
+_ONE_GPU = InstanceShape()
 
 
 def colocated(
@@ -100,7 +100,7 @@ def colocated(
     step_tokens: int = USUAL_STEP_TOKENS,
     *,
     store: bool,
-    shape: Shape = _ONE_GPU,
+    shape: InstanceShape = _ONE_GPU,
     store_gib: int = USUAL_STORE_GIB,
 ) -> Candidate:
     """Return instances that do both, with their own prefix caches or with one store for all."""
@@ -121,7 +121,7 @@ def split(
     prefill: int,
     decode: int,
     step_tokens: int,
-    shape: Shape = _ONE_GPU,
+    shape: InstanceShape = _ONE_GPU,
     store_gib: int = USUAL_STORE_GIB,
 ) -> Candidate:
     """Return instances with fixed roles that hand KV over through the store."""
@@ -149,7 +149,7 @@ def elastic(instances: int, profile_name: str, limits: LatencyLimits) -> Candida
 
 
 def fixed_candidates(
-    instances: int, has_prefixes: bool, max_step_tokens: int, shape: Shape = _ONE_GPU
+    instances: int, has_prefixes: bool, max_step_tokens: int, shape: InstanceShape = _ONE_GPU
 ) -> list[Candidate]:
     """Return the candidates whose roles stay as they are: colocated ones, then splits.
 
@@ -179,7 +179,7 @@ def _prefills(instances: int) -> list[int]:
 
 
 def _candidate(
-    arrangement: str, system: System, words: Sequence[str], shape: Shape, store_gib: int
+    arrangement: str, system: System, words: Sequence[str], shape: InstanceShape, store_gib: int
 ) -> Candidate:
     steps = system.limits.step_tokens
     of_store = ""

@@ -14,11 +14,12 @@ from banaserve.base.errors import UserError
 from banaserve.cli.app import App
 from banaserve.cli.terminal.console import print_json
 from banaserve.orchestrator.control.costs import profile as profiles
-from banaserve_bench.plan.advisor import PlanQuestion, Screening, advise, screen
+from banaserve_bench.plan.advisor import Screening, advise, screen
 from banaserve_bench.plan.candidates import MOST_STEP_TOKENS, USUAL_STEP_TOKENS
 from banaserve_bench.plan.engines import DEFAULT_GPUS, AskedEngine, find_devices
-from banaserve_bench.plan.html_page import check_path, write_page
 from banaserve_bench.plan.loads import read_loads
+from banaserve_bench.plan.page.html_page import check_path, write_page
+from banaserve_bench.plan.question import PlanQuestion
 from banaserve_bench.plan.report import PlanReport, first_words
 from banaserve_bench.plan.trial import Device, StepError
 from banaserve_bench.silicon import description as step_times

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from banaserve.base.statistics import Interval
 from banaserve.sim.result import LatencyLimits
 from banaserve_bench.plan.candidates import Candidate
 from banaserve_bench.plan.gain import Answer, GoodputRuns, answer, gain_of_one_load
 from banaserve_bench.plan.loads import Rows, cut_share, faster, longer
+from banaserve_bench.plan.question import PlanQuestion
 from banaserve_bench.plan.trial import StepError
-
-if TYPE_CHECKING:
-    from banaserve_bench.plan.advisor import PlanQuestion
 
 _REQUESTS = 1000
 _LESS, _MORE = 0.8, 1.25

@@ -248,7 +248,7 @@ def _described(
     return StepTimesDescription(
         name,
         source,
-        f"steps of up to {STEP_TOKENS:,} tokens, as measured under vLLM 0.24 or the nearest version; "
+        f"steps of up to {STEP_TOKENS:,} tokens, under vLLM 0.24 or the nearest version measured; "
         "runs had 4 to 512 clients, prompts of 1,000 to 8,192 tokens, answers of 100 to 8,192",
         f"{error['num_runs']} runs of {judged} (means; silicon-runs.json)",
         ErrorSection(error["ttft"], error["tpot"], error["latency"]),

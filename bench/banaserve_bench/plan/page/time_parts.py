@@ -15,10 +15,10 @@ class TimeParts(NamedTuple):
     """Mean times of a request, in seconds, one after another.
 
     Attributes:
-        wait_s: From the client's sending to the engine's admission.
-        prefill_s: From admission to the first token.
-        handover_s: From the first token to the first step that decodes.
-        decode_s: From then to the last token.
+        wait_s: Time from the client's sending to the engine's admission.
+        prefill_s: Time from admission to the first token.
+        handover_s: Time from the first token to the first step that decodes.
+        decode_s: Time from that step to the last token.
     """
 
     wait_s: float
