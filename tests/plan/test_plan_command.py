@@ -94,6 +94,14 @@ def test_prefixes_bring_the_store_and_text_begins_with_the_answer(
     assert shown.out.splitlines()[-1].startswith("banaserve serve MODEL --colocated 2 ")
 
 
+def test_an_overload_is_said(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
+    load = ("--rps", "60", "--duration", "3", "--slo-ttft", "0.5", "--slo-tpot", "0.012")
+    assert main(["plan", lengths, *load, *ON_TWO, "--seeds", "2", "--step-error", "0.02"]) == 0
+    shown = capsys.readouterr().out
+    assert "- no system serves more than " in shown
+    assert "this is an overload" in shown
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

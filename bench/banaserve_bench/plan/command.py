@@ -106,14 +106,13 @@ def plan_command(options: PlanOptions) -> int:
     The answer is yes, no or can't tell. It is yes only where the interval of the gain over the best
     colocated instances is above 1, by the spread over loads and the error of the step times.
     """
-    planned, asked = _question(options)
     if options.html is not None:
         check_path(options.html)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     console = Console(stderr=True)
     is_silent = not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=is_silent) as progress:
-        task = progress.add_task("", total=None)
+        task = progress.add_task("reading the load, and operators", total=None)
 
         def tell(words: str) -> None:
             progress.update(task, description=words)
@@ -121,9 +120,10 @@ def plan_command(options: PlanOptions) -> int:
         def show(found: Screening) -> None:
             console.print(first_words(found), highlight=False, soft_wrap=True)
 
+        planned, asked = _question(options)
         found = screen(asked, tell, show)
         advice = advise(asked, found, tell)
-        report = PlanReport(planned, asked, found, advice, options.price, options.model or "MODEL")
+        report = PlanReport(planned, asked, found, advice, options.price, _served(options.model))
         if options.html is not None:
             write_page(report, options.html, tell)
     if options.as_json:
@@ -131,6 +131,11 @@ def plan_command(options: PlanOptions) -> int:
     else:
         report.show()
     return 0
+
+
+def _served(model: str | None) -> str:
+    """Return the model as ``serve`` gets it: a folder, or a name."""
+    return "MODEL" if model is None else model.removesuffix("config.json").rstrip("/") or "."
 
 
 def _question(options: PlanOptions) -> tuple[SimulationJob, PlanQuestion]:

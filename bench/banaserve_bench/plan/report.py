@@ -19,6 +19,8 @@ from banaserve_bench.plan.question import PlanQuestion
 from banaserve_bench.simulation.command import measured_words
 from banaserve_bench.simulation.job import SimulationJob
 
+_OVERLOADED = 0.5
+"""Share of requests in time below which the load is too much for every candidate."""
 _COLUMNS = (
     ("in time, %", "goodput_fraction", 100.0),
     ("ttft p99, ms", "ttft_p99_s", 1e3),
@@ -124,8 +126,13 @@ class PlanReport(NamedTuple):
             yield f"an idle engine serves {share} of the requests in time"
 
     def estimates(self) -> list[str]:
-        """Return counter-offers and flip points, each as a line."""
-        return [*map(_offer_words, self.advice.offers), *map(_flip_words, self.advice.flips)]
+        """Return what an overload needs, counter-offers and flip points, each as a line."""
+        found = [*map(_offer_words, self.advice.offers), *map(_flip_words, self.advice.flips)]
+        best = max(one.goodput for one in (*self.found.colocated, *self.found.others))
+        if best < _OVERLOADED:
+            words = "this is an overload, in which ratios say little: give more GPUs, or less load"
+            found.insert(0, f"no system serves more than {best:.1%} in time; {words}")
+        return found
 
     def sensitivity_rows(self) -> Iterator[tuple[str, ...]]:
         """Yield a heading, and a row for each question that differs a little, of one load."""

@@ -34,12 +34,13 @@ def check_path(path: Path) -> None:
     Raises:
         UserError: It cannot.
     """
-    _write(path, "")
+    _write(path, "", "a")
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str, mode: str = "w") -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        with path.open(mode, encoding="utf-8") as file:
+            file.write(text)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
 
