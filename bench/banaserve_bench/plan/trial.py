@@ -13,7 +13,7 @@ from banaserve.sim.cluster.cluster import SimCluster
 from banaserve.sim.result import LatencyLimits
 from banaserve.sim.trace import Arrival, requests_of
 from banaserve_bench.plan.candidates import Candidate
-from banaserve_bench.plan.page.time_parts import PartsWatch, TimeParts
+from banaserve_bench.plan.time_parts import PartsWatch, TimeParts
 from banaserve_bench.silicon.costs import MeasuredCosts
 from banaserve_bench.silicon.description import ErrorSection, StepTimesDescription
 from banaserve_bench.silicon.install import install
