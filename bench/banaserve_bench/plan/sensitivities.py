@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from banaserve.base.statistics import Interval
 from banaserve.sim.result import LatencyLimits
 from banaserve_bench.plan.candidates import Candidate
 from banaserve_bench.plan.gain import Answer, GoodputRuns, answer, gain_of_one_load
 from banaserve_bench.plan.loads import Rows, cut_share, faster, longer
 from banaserve_bench.plan.question import PlanQuestion
 from banaserve_bench.plan.trial import StepError
+from banaserve_bench.results.statistics import Interval
 
 _REQUESTS = 1000
 _LESS, _MORE = 0.8, 1.25

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from banaserve.base.errors import UserError
 from banaserve.base.models import find_local
-from banaserve.base.names import check_known
+from banaserve.base.text.names import check_known
 from banaserve.orchestrator.control.costs.profile import (
     MemorySection,
     ModelSection,

@@ -11,17 +11,17 @@ from random import Random
 
 from banaserve.base.arguments import AT_LEAST_1, argument, derived, extra, option
 from banaserve.base.errors import UserError
-from banaserve.base.names import check_known
+from banaserve.base.text.names import check_known
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.orchestrator.control.move_policies import registry as migrations
-from banaserve.sim.cluster.events import Event
 from banaserve.sim.request import SimRequest
 from banaserve.sim.result import LatencyLimits
 from banaserve.sim.system import KINDS, System, following, preset
 from banaserve.sim.trace import Arrival, has_time, read_trace, requests_of, trace_records
 from banaserve_bench.simulation import case as cases
 from banaserve_bench.simulation.case import Case
+from banaserve_bench.simulation.events import Event
 from banaserve_bench.simulation.lengths import (
     CHARACTERS_A_TOKEN,
     DATASETS,

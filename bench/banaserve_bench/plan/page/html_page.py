@@ -7,12 +7,12 @@ from html import escape
 from pathlib import Path
 
 from banaserve.base.errors import UserError
-from banaserve.base.figure_text import number
 from banaserve_bench.plan.page.curves import PlanCurves, find_curves, front
 from banaserve_bench.plan.report import PlanReport
 from banaserve_bench.plan.time_parts import TimeParts
 from banaserve_bench.report import plots
 from banaserve_bench.report.plots import DARK, LIGHT, Plot, PlotGrid, Series, Theme
+from banaserve_bench.results.figure_text import number
 
 _PARTS = ("wait", "prefill", "hand-over", "decode")
 _CSP = "default-src 'none'; style-src 'unsafe-inline'"
