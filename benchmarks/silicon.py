@@ -27,12 +27,7 @@ from rich.table import Table
 from banaserve.base.arguments import Parser, positive
 from banaserve.base.errors import UserError
 from banaserve.base.text.records import read_records
-from banaserve.orchestrator.control.costs.profile import (
-    DecodeSection,
-    PrefillSection,
-    Profile,
-    load,
-)
+from banaserve.orchestrator.control.costs.profile import Profile, load
 from banaserve.orchestrator.control.costs.steps import StepCosts
 from banaserve.sim.request import SimRequest
 from banaserve.sim.system import preset
@@ -40,6 +35,7 @@ from banaserve_bench.results import result
 from banaserve_bench.silicon.aiconfigurator import AiconfiguratorTimes
 from banaserve_bench.silicon.costs import EngineConstants
 from banaserve_bench.silicon.install import install
+from banaserve_bench.silicon.linear import linear_fit
 from banaserve_bench.silicon.operator_files import read_operators
 from banaserve_bench.silicon.step_times import GpuStepTimes, graph_sizes
 from banaserve_bench.simulation.run import tallied
@@ -209,7 +205,8 @@ def _compared(
     host_s = replay.fit(operators)
     recorded = RecordedTimes(operators)
     replay.simulated(recorded, host_s)
-    linear = LinearTimes(linear_fit(recorded.steps, profile))
+    prefill, decode = linear_fit(recorded.steps)
+    linear = LinearTimes(replace(profile, prefill=prefill, decode_small=decode, decode_large=None))
     kinds: dict[str, tuple[GpuStepTimes, float]] = {
         "operators": (operators, 0.0),
         "operators_fitted": (operators, host_s),
@@ -250,41 +247,6 @@ def read_run(path: Path) -> list[RealRequest]:
         for one, _ in rows
     ]
     return sorted(found, key=lambda one: one.arrival_s)
-
-
-def linear_fit(steps: dict[tuple[int, int, int, int], float], profile: Profile) -> Profile:
-    """Return ``profile`` with the linear step times that have the least squared error of ``steps``.
-
-    Args:
-        steps: Times by tokens, pairs, requests and context, in seconds.
-    """
-    rows = np.array([[*step, time_s] for step, time_s in steps.items()], dtype=float)
-    decode, mixed = rows[rows[:, 0] == 0], rows[rows[:, 0] > 0]
-    ones = np.ones(len(decode))
-    fixed_s, context_s, request_s = least_squares([ones, decode[:, 3], decode[:, 2]], decode[:, 4])
-    left_s = mixed[:, 4] - context_s * mixed[:, 3] - request_s * mixed[:, 2]
-    ones = np.ones(len(mixed))
-    prefill_s, token_s, pair_s = least_squares([ones, mixed[:, 0], mixed[:, 1]], left_s)
-    return replace(
-        profile,
-        prefill=PrefillSection(max(prefill_s, fixed_s), token_s, pair_s),
-        decode_small=DecodeSection(fixed_s, context_s, request_s),
-        decode_large=None,
-    )
-
-
-def least_squares(columns: Sequence[Floats], values: Floats) -> list[float]:
-    """Return coefficients of 0 or more; a column whose coefficient would be less is left out."""
-    whole = np.zeros(len(columns))
-    used = list(range(len(columns)))
-    while used:
-        matrix = np.stack([columns[place] for place in used], axis=1)
-        found = np.linalg.lstsq(matrix, values, rcond=None)[0]
-        if (found >= 0).all():
-            whole[used] = found
-            break
-        del used[int(found.argmin())]
-    return [float(one) for one in whole]
 
 
 def _latencies(

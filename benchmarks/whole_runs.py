@@ -39,8 +39,9 @@ from banaserve.sim.timeline import Timeline
 from banaserve_bench.results import result
 from banaserve_bench.silicon.aiconfigurator import AiconfiguratorTimes
 from banaserve_bench.silicon.costs import EngineConstants, MeasuredCosts
+from banaserve_bench.silicon.linear import Floats, least_squares
 from banaserve_bench.silicon.step_times import GpuStepTimes
-from benchmarks.silicon import Floats, is_fitted, least_squares
+from benchmarks.silicon import is_fitted
 
 _PROFILE = load("llama-3.1-8b-h100")
 """Gives a simulated engine what step times do not need."""
@@ -50,9 +51,9 @@ _REQUESTS_PER_CLIENT = 10
 _LEAST_LENGTH = 0.8
 _WITHOUT_ASYNC = "0.12.0"
 """Version whose runs plan one step at a time."""
-_LEAST_RUNS = 6
+LEAST_RUNS = 6
 """Runs that six constants are fitted on, at least."""
-_LEAST_FACTOR = 0.01
+LEAST_FACTOR = 0.01
 _FITS = 4
 _TPOT_WEIGHT = 5
 """Errors of TPOT are to be a fifth of those of TTFT."""
@@ -60,7 +61,7 @@ _REWEIGHTED = 20
 _SAME = 0.01
 """Relative error below which runs weigh equally in a fit."""
 _PACKAGE = "aiconfigurator_core"
-_CHECKPOINTS: dict[tuple[str, str], tuple[str, dict[str, str]]] = {
+CHECKPOINTS: dict[tuple[str, str], tuple[str, dict[str, str]]] = {
     ("meta-llama/Llama-3.1-70B", "fp8"): ("nvidia/Llama-3.1-70B-Instruct-FP8", {}),
     ("meta-llama/Llama-3.1-70B", "fp4"): ("meta-llama/Meta-Llama-3.1-70B", {"gemm": "nvfp4"}),
     ("nvidia/Llama-3.1-8B-Instruct-FP8", "fp8"): ("meta-llama/Meta-Llama-3.1-8B", {"gemm": "fp8"}),
@@ -366,11 +367,11 @@ def _judged(runs: Sequence[WholeRun]) -> JudgedRuns | None:
         even = [run for run in ran if run.is_fitted]
         if engines and even:
             first[key] = engines[0]
-            near = even[:_LEAST_RUNS]
+            near = even[:LEAST_RUNS]
             chosen[key] = min(engines, key=lambda one: _distance(one, near))
     even_runs = [run for run in runs if run.engine in chosen and run.is_fitted]
     judged = [run for run in runs if run.engine in chosen and not run.is_fitted]
-    if len(even_runs) < _LEAST_RUNS or not judged:
+    if len(even_runs) < LEAST_RUNS or not judged:
         return None
     constants = fitted(even_runs, chosen)
     summed = errors(judged, [first[run.engine].simulated(run, _unfitted(run)) for run in judged])
@@ -395,7 +396,7 @@ def _load(run: WholeRun, engine: KnownEngine) -> str:
 
 def _kinds(run: WholeRun) -> Sequence[dict[str, str]]:
     """Return the precisions that the engine of ``run`` may have, beside those of its checkpoint."""
-    is_known = run.precision != "fp8" or (run.model, run.precision) in _CHECKPOINTS
+    is_known = run.precision != "fp8" or (run.model, run.precision) in CHECKPOINTS
     return ({},) if is_known else _PER_TENSOR
 
 
@@ -425,7 +426,7 @@ def _fit(runs: Sequence[WholeRun], found: Sequence[Simulated], known: Constants)
         np.array([one.parts for one in found]), np.array([run.tpot_s for run in runs])
     )
     in_flight = known.engine.steps_in_flight
-    decode, prompt = max(_LEAST_FACTOR, decode), max(_LEAST_FACTOR, prompt)
+    decode, prompt = max(LEAST_FACTOR, decode), max(LEAST_FACTOR, prompt)
     engine = EngineConstants(host_s, request_s, decode, prompt, in_flight)
     lengths = np.array([run.prompt_tokens for run in runs], dtype=float)
     ways_s = known.way_s + known.way_token_s * lengths
@@ -465,7 +466,7 @@ def engine_of(run: WholeRun, precisions: dict[str, str]) -> KnownEngine | None:
     """Return the engine of ``run`` as the package knows it; None if it lacks operators."""
     from aiconfigurator_core.sdk.memory import estimate_kv_cache
 
-    model, of_model = _CHECKPOINTS.get((run.model, run.precision), (run.model, {}))
+    model, of_model = CHECKPOINTS.get((run.model, run.precision), (run.model, {}))
     kinds = {**of_model, **precisions}
     parallel, experts = run.tensor_parallel, run.tensor_parallel if run.expert_parallel else 1
     try:

@@ -1,4 +1,7 @@
-"""Traces of requests: Mooncake's and Azure's formats, checked as a whole before anything runs."""
+"""Traces of requests, checked as a whole before anything runs.
+
+Mooncake's and Azure's formats, access logs with token counts, and the front door's own requests.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,34 @@ import csv
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from banaserve.base.errors import UserError
-from banaserve.base.text.records import read_records, unpacked
+from banaserve.base.text.records import read_objects, unpacked
 from banaserve.sim.request import SimRequest
 
 _MAX_TOKENS = 10**9
 _MAX_DIGITS = 10
 _MAX_SHOWN_CHARS = 80
-AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_TIMES = ("t", "timestamp", "arrived_at_s", "arrival_time", "time", "ts", "created", "TIMESTAMP")
+_LENGTHS = (
+    ("input_length", "output_length"),
+    ("ContextTokens", "GeneratedTokens"),
+    ("prompt_tokens", "completion_tokens"),
+    ("prompt_tokens", "output_tokens"),
+    ("input_tokens", "output_tokens"),
+    ("input_toks", "output_toks"),
+)
+_OF_TRACES = 2
+"""Number of pairs of keys that traces have; the others are of logs, which also have failures."""
+_EPOCH_S, _EPOCH_MS = 1e9, 1e11
+"""Least time since 1970 that is taken for one in seconds and in milliseconds."""
+KNOWN_KEYS = (
+    "give t (s), timestamp (ms) or time (s, or a date), with input_length and output_length or "
+    "prompt_tokens and completion_tokens"
+)
 
 
 class Arrival(NamedTuple):
@@ -31,16 +51,26 @@ class Arrival(NamedTuple):
 def read_trace(path: Path, limit: int | None = None) -> list[Arrival]:
     """Return the first ``limit`` requests of a trace, in the order of their arrivals.
 
-    JSON lines (``.zst`` with the zstandard package) have ``timestamp`` (ms, Mooncake) or ``t``
-    (s), ``input_length``, ``output_length``, and ``hash_ids`` if prefixes are known. A ``.csv``
-    has Azure's columns TIMESTAMP, ContextTokens and GeneratedTokens.
+    Objects in JSON lines or in one JSON list, or the lines of a ``.csv`` with a heading, each
+    ``.zst`` with the zstandard package, have
+
+    - a time: ``t`` (s), ``timestamp`` (ms, Mooncake), Azure's ``TIMESTAMP`` or one of the other
+      names of logs (s). A text is a date, and a number since 1970 may be in s or ms;
+    - lengths: ``input_length`` and ``output_length``, Azure's ``ContextTokens`` and
+      ``GeneratedTokens``, or as logs name them, ``usage`` of OpenAI's API among them;
+    - ``hash_ids`` if prefixes are known.
+
+    Requests of a log without output, or still under way, are left out: they failed, or their
+    lengths are unknown. The list that ``banaserve trace --json`` prints is such a log.
 
     Raises:
         UserError: The file cannot be read, holds no request, or a line is wrong; the message names
             file, line and key.
     """
-    name = path.name.removesuffix(".zst")
-    rows = _azure(path, limit) if name.endswith(".csv") else _json_lines(path, limit)
+    rows = (
+        Arrival(time_s(where, record), *lengths(where, record), _hash_ids(where, record))
+        for where, record in trace_records(path, limit)
+    )
     found = sorted(rows, key=lambda row: row.at_s)
     if not found:
         raise UserError(f"{path} holds no request")
@@ -69,91 +99,143 @@ def cut(prompt: int, output: int, max_tokens: int | None) -> tuple[int, int]:
     return min(prompt, max_tokens - output), output
 
 
-def length(path: Path, number: int, record: Mapping[str, Any], key: str) -> int:
-    """Return the length ``key`` of a record, a whole number above 0.
+def trace_records(path: Path, limit: int | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the first ``limit`` requests of a trace or log as they are there, with their places.
 
     Raises:
-        UserError: The value is anything else; the message names file, line and key.
+        UserError: The file cannot be read, or a line is neither an object nor a row of a table.
     """
+    is_table = path.name.removesuffix(".zst").endswith(".csv")
+    for where, record in _table(path, limit) if is_table else read_objects(path, limit):
+        if isinstance(usage := record.get("usage"), dict):
+            record = {**record, **usage}
+        if not _is_without_answer(record):
+            yield where, record
+
+
+def _is_without_answer(record: Mapping[str, Any]) -> bool:
+    if record.get("end") == "":  # the front door's word for a request under way
+        return True
+    pair = _pair(record)
+    return pair in _LENGTHS[_OF_TRACES:] and record.get(pair[1]) in (0, "0")
+
+
+def has_time(record: Mapping[str, Any]) -> bool:
+    """Return whether a request has a time of arrival."""
+    return any(key in record for key in _TIMES)
+
+
+def has_lengths(record: Mapping[str, Any]) -> bool:
+    """Return whether a request has a length, right or wrong."""
+    return _pair(record) is not None
+
+
+def lengths(where: str, record: Mapping[str, Any]) -> tuple[int, int]:
+    """Return prompt and output tokens of a request at the place ``where``, each above 0.
+
+    Raises:
+        UserError: There are none, or one is anything else; the message names place and key.
+    """
+    pair = _pair(record)
+    if pair is None:
+        raise UserError(f"{where}: no lengths: {KNOWN_KEYS}")
+    return _length(where, record, pair[0]), _length(where, record, pair[1])
+
+
+def _pair(record: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the keys of the lengths: of both, or else of the one that is there."""
+    for wanted in (all, any):
+        for pair in _LENGTHS:
+            if wanted(key in record for key in pair):
+                return pair
+    return None
+
+
+def _length(where: str, record: Mapping[str, Any], key: str) -> int:
     value = record.get(key)
+    if isinstance(value, str) and value.strip().isdecimal() and len(value) <= _MAX_DIGITS:
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_TOKENS:
-        shown = repr(value)[:_MAX_SHOWN_CHARS]
-        raise UserError(f"{path}, line {number}: {key} is {shown}: give a whole number above 0")
+        raise UserError(f"{where}: {key} is {_shown(value)}: give a whole number above 0")
     return value
 
 
-def _json_lines(path: Path, limit: int | None) -> list[Arrival]:
-    return [
-        Arrival(
-            _time_s(path, number, record),
-            length(path, number, record, "input_length"),
-            length(path, number, record, "output_length"),
-            _hash_ids(path, number, record),
-        )
-        for number, record in read_records(path, limit)
-    ]
+def time_s(where: str, record: Mapping[str, Any]) -> float:
+    """Return the time of arrival of a request at the place ``where``, in seconds.
+
+    Raises:
+        UserError: There is none, or it is neither a number of 0 or more nor a date.
+    """
+    key = next((one for one in _TIMES if one in record), "t")
+    value = record.get(key)
+    if isinstance(value, str):
+        return _read_time_s(where, key, value.strip())
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise UserError(f"{where}: no arrival time in t (s), timestamp (ms) or time (s, or a date)")
+    return _seconds(key, value)
 
 
-def _time_s(path: Path, number: int, record: Mapping[str, Any]) -> float:
-    value = record.get("t", record.get("timestamp"))
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or value < 0:
-        raise UserError(f"{path}, line {number}: no arrival time in t (s) or timestamp (ms)")
-    return float(value if "t" in record else value / 1000)
+def _seconds(key: str, value: float) -> float:
+    is_ms = value >= _EPOCH_MS or (key == "timestamp" and value < _EPOCH_S)
+    return value / 1000 if is_ms else float(value)
 
 
-def _hash_ids(path: Path, number: int, record: Mapping[str, Any]) -> tuple[int, ...]:
+def _read_time_s(where: str, key: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if isfinite(value) and value >= 0:
+        return _seconds(key, value)
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise UserError(f"{where}: {key} is {_shown(text)}: give a date") from error
+    # Some of Azure's traces state the offset from UTC; others are in UTC and state none.
+    return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
+
+
+def _hash_ids(where: str, record: Mapping[str, Any]) -> tuple[int, ...]:
     ids = record.get("hash_ids") or ()
     try:
         ids = json.loads(ids) if isinstance(ids, str) else ids
     except (ValueError, RecursionError):
         ids = None
     if not isinstance(ids, list | tuple) or not all(type(entry) is int for entry in ids):
-        raise UserError(f"{path}, line {number}: hash_ids is no list of whole numbers")
+        raise UserError(f"{where}: hash_ids is no list of whole numbers")
     return tuple(ids)
 
 
-def _azure(path: Path, limit: int | None) -> list[Arrival]:
+def _table(path: Path, limit: int | None) -> Iterator[tuple[str, dict[str, str]]]:
     try:
         lines = unpacked(path).decode().splitlines()
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is no text: {error.reason}") from error
     table = csv.reader(lines)
     try:
-        return _azure_rows(path, table, limit)
+        yield from _table_rows(path, table, limit)
     except csv.Error as error:
         line = table.line_num + 1
         raise UserError(f"{path}, line {line}: no line of a table: {error}") from None
 
 
-def _azure_rows(path: Path, table: Any, limit: int | None) -> list[Arrival]:
+def _table_rows(path: Path, table: Any, limit: int | None) -> Iterator[tuple[str, dict[str, str]]]:
     heading: list[str] = next(table, [])
-    for column in AZURE_COLUMNS:
+    pair = _pair(dict.fromkeys(heading))
+    if pair is None:
+        raise UserError(f"{path}, line 1: there are no columns of lengths: {KNOWN_KEYS}")
+    for column in pair:
         if column not in heading:
             raise UserError(f"{path}, line 1: there is no column {column}")
-    rows: list[Arrival] = []
+    count = 0
     for cells in table:
-        if limit is not None and len(rows) >= limit:
-            break
+        if limit is not None and count >= limit:
+            return
         if cells:
-            record = dict(zip(heading, cells, strict=False))
-            rows.append(_azure_row(path, table.line_num, record))
-    return rows
+            count += 1
+            cells += [""] * (len(heading) - len(cells))
+            yield f"{path}, line {table.line_num}", dict(zip(heading, cells, strict=False))
 
 
-def _azure_row(path: Path, number: int, record: Mapping[str, str]) -> Arrival:
-    time, *lengths = AZURE_COLUMNS
-    try:
-        at = datetime.fromisoformat(record[time].strip())
-    except (KeyError, ValueError) as error:
-        told = record.get(time)
-        shown = repr(told)[:_MAX_SHOWN_CHARS]
-        raise UserError(f"{path}, line {number}: {time} is {shown}: give a date") from error
-    tokens = {}
-    for key in lengths:
-        told = record.get(key, "")
-        is_number = told.strip().isdecimal() and len(told.strip()) <= _MAX_DIGITS
-        tokens[key] = int(told) if is_number else told
-    prompt, output = (length(path, number, tokens, key) for key in lengths)
-    # Some of Azure's traces state the offset from UTC; others are in UTC and state none.
-    return Arrival((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp(), prompt, output)
+def _shown(value: object) -> str:
+    return repr(value)[:_MAX_SHOWN_CHARS]

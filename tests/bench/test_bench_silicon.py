@@ -9,7 +9,8 @@ import pytest
 
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs.profile import load
-from benchmarks.silicon import LinearTimes, RealRequest, RunReplay, errors, linear_fit, read_run
+from banaserve_bench.silicon.linear import linear_fit
+from benchmarks.silicon import LinearTimes, RealRequest, RunReplay, errors, read_run
 
 _PROFILE = "llama-3.1-8b-h100"
 _CLOCKS_APART_S = 5000.0
@@ -81,8 +82,8 @@ def test_linear_times_are_found_again_from_steps() -> None:
     steps += [
         (t, t * (t + 2 * h), b, 1000 * b) for t in (64, 2048) for h in (0, 512) for b in (0, 9)
     ]
-    found = linear_fit({step: times.step_s(*step) for step in steps}, profile)
-    assert found.prefill.token_s == pytest.approx(profile.prefill.token_s)
-    assert found.prefill.pair_s == pytest.approx(profile.prefill.pair_s)
-    assert found.decode_small.fixed_s == pytest.approx(profile.decode_small.fixed_s)
-    assert found.decode_small.request_s == pytest.approx(profile.decode_small.request_s)
+    prefill, decode = linear_fit({step: times.step_s(*step) for step in steps})
+    assert prefill.token_s == pytest.approx(profile.prefill.token_s)
+    assert prefill.pair_s == pytest.approx(profile.prefill.pair_s)
+    assert decode.fixed_s == pytest.approx(profile.decode_small.fixed_s)
+    assert decode.request_s == pytest.approx(profile.decode_small.request_s)

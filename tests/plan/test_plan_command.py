@@ -94,14 +94,27 @@ def test_prefixes_bring_the_store_and_text_begins_with_the_answer(
     assert shown.out.splitlines()[-1].startswith("banaserve serve MODEL --colocated 2 ")
 
 
+def test_an_overload_is_said(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
+    load = ("--rps", "60", "--duration", "3", "--slo-ttft", "0.5", "--slo-tpot", "0.012")
+    assert main(["plan", lengths, *load, *ON_TWO, "--seeds", "2", "--step-error", "0.02"]) == 0
+    shown = capsys.readouterr().out
+    assert "- no system serves more than " in shown
+    assert "this is an overload" in shown
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
         ([], "give a case, a trace or a dataset"),
-        (["alpaca", "--rps", "2"], "give --profile, the device and model to plan for"),
+        (["alpaca", "--rps", "2"], "or --profile, the device and model to plan for"),
         (["alpaca", "--rps", "2", "--profile", "llama-3.1-8b-h10"], "mean llama-3.1-8b-h100?"),
         (["slow-instance"], "slow-instance has events"),
         (["bursts", "--step-error", "5"], "--step-error 5: must be between 0 and 1"),
+        (["bursts", "--device", "h100_sxm"], "--device needs --model: a profile has its own"),
+        (["bursts", "--model", "m"], "--model needs --device, such as h100_sxm"),
+        (["bursts", "--model", "m", "--device", "d", "--instances", "2"], "give --gpus"),
+        (["bursts", "--model", "m", "--device", "d", "--elastic"], "forecast with a --profile"),
+        (["--prompt-tokens", "9x", "--output-tokens", "9"], "give a number, or LOW-HIGH"),
         (["bursts", "--seeds", "1"], "--seeds 1: must be at least 2"),
         (["bursts", "--slo-ttft", "1e-4"], "--slo-ttft 0.0001: an idle engine takes"),
         (["bursts", "--max-step-tokens", "9"], "--max-step-tokens 9: give 2048 or more"),

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 
 from banaserve.base.errors import UserError
-from banaserve_bench.simulation.job import AskedSystem, job
+from banaserve_bench.simulation.job import AskedSystem, job, parse_lengths
 from banaserve_bench.simulation.workload import Arrivals
 
 TRACE = "".join(
     f'{{"timestamp": {1000 * i}, "input_length": {100 + i}, "output_length": 5}}\n'
     for i in range(11)
 )
+
+LENGTHS = {"prompt_lengths": parse_lengths("9"), "output_lengths": parse_lengths("9")}
 
 
 @pytest.fixture
@@ -74,6 +76,15 @@ def test_a_diurnal_rate_is_lowest_at_the_ends() -> None:
     assert middle == pytest.approx(1787, rel=0.1)
 
 
+def test_lengths_on_the_command_line() -> None:
+    lengths = {"prompt_lengths": parse_lengths("500-900"), "output_lengths": parse_lengths("20")}
+    planned = job(AskedSystem(rps=10, duration_s=30, **lengths))
+    requests = list(planned.requests(1))
+    assert {r.output_tokens for r in requests} == {20}
+    prompts = [r.prompt_tokens for r in requests]
+    assert 500 <= min(prompts) < 600 < 800 < max(prompts) <= 900
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -85,6 +96,12 @@ def test_a_diurnal_rate_is_lowest_at_the_ends() -> None:
         ({"target": "prefill-flood", "systems": ["colocated"]}, "unknown system of the case"),
         ({"target": "prefill-flood", "policy": "repared"}, "did you mean repaired"),
         ({"target": "alpaca"}, "--rps"),
+        ({"target": ""}, "give a case, a trace or a dataset"),
+        ({"target": "", "prompt_lengths": parse_lengths("9")}, "give both, --prompt-tokens"),
+        ({"target": "alpaca", **LENGTHS}, "give alpaca or --prompt-tokens, not both"),
+        ({"target": "", **LENGTHS}, "give the mean rate of the arrivals with --rps"),
+        ({"target": "", "arrivals": "trace", **LENGTHS}, "--prompt-tokens has no arrivals"),
+        ({"target": "TRACE", "tokenizer": Path("x")}, "tokenizer says nothing for a trace's own"),
         ({"target": "alpaca", "rps": 0}, "rate_per_s is 0"),
         ({"target": "alpaca", "rps": 1, "speed": 2}, "speed says nothing"),
         ({"target": "alpaca", "rps": 1, "arrivals": "burst"}, "did you mean bursts"),

@@ -5,11 +5,18 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from banaserve.base.errors import UserError
+from banaserve.contracts.trace_events import RequestSummary
 from banaserve.sim.trace import Arrival, cut, read_trace, requests_of
-from banaserve_bench.simulation.lengths import MEASURED, draw_measured, read_lengths
+from banaserve_bench.simulation.lengths import (
+    MEASURED,
+    draw_measured,
+    read_lengths,
+    token_counter,
+)
 from depth import chosen_seed
 
 GOOD = '{"t": 0, "input_length": 1, "output_length": 1}\n'
@@ -57,6 +64,73 @@ def test_azures_table_with_an_offset_from_utc(tmp_path: Path) -> None:
     assert read_trace(path) == [Arrival(0.0, 2, 5), Arrival(0.25, 3, 6)]
 
 
+LOG = (
+    '{"time": "2026-11-28T12:00:01Z", "usage": {"prompt_tokens": 30, "completion_tokens": 4}}',
+    '{"time": "2026-11-28T12:00:00Z", "usage": {"prompt_tokens": 10, "completion_tokens": 3}}',
+    '{"time": "2026-11-28T12:00:02Z", "usage": {"prompt_tokens": 50, "completion_tokens": 0}}',
+)
+FRONT_DOOR = [
+    f'{{"arrived_at_s": {at_s}, "prompt_tokens": {prompt}, "output_tokens": {output}, {end}}}'
+    for at_s, prompt, output, end in (
+        (1795867201.0, 30, 4, '"end": "stop"'),
+        (1795867200.0, 10, 3, '"end": "stop"'),
+        (1795867202.0, 50, 9, '"end": ""'),
+        (1795867202.0, 50, 0, '"end": "error"'),
+    )
+]
+TABLE = (
+    "ts,model,prompt_tokens,completion_tokens",
+    "1795867201.0,m,30,4",
+    "1795867200.0,m,10,3",
+    "1795867202.0,m,50,0",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("log.jsonl", "\n".join(LOG)),
+        # What `banaserve trace --json` prints.
+        ("requests.json", f"[{','.join(FRONT_DOOR)}]"),
+        ("requests.jsonl", "\n".join(FRONT_DOOR)),
+        ("log.csv", "\n".join(TABLE)),
+        ("log.csv", "\n".join(TABLE).replace(".0,", "000,")),
+        ("log.jsonl", "\n".join(LOG).replace('"time"', '"timestamp"')),
+    ],
+)
+def test_logs_with_token_counts_without_what_failed(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    assert read_trace(path) == [Arrival(0.0, 10, 3), Arrival(1.0, 30, 4)]
+    assert read_lengths(path) == [(30, 4), (10, 3)]
+
+
+def test_a_log_of_the_front_door_is_what_its_command_prints(tmp_path: Path) -> None:
+    path = tmp_path / "requests.json"
+    requests = [
+        RequestSummary("r1", 1795867200.0, 12, 0, 7, ["p0", "d0"], 0.1, 0.5, "length"),
+        RequestSummary("r2", 1795867200.5, 13, 0, 2, ["p0"], 0.1, 0.5, ""),
+    ]
+    path.write_bytes(msgspec.json.encode(requests))
+    assert read_trace(path) == [Arrival(0.0, 12, 7)]
+
+
+def test_conversations_are_counted_by_estimate_or_by_a_tokenizer(tmp_path: Path) -> None:
+    path = tmp_path / "ShareGPT.json"
+    path.write_text(
+        """[
+        {"id": "1", "conversations": [{"from": "system", "value": "Be kind."},
+            {"from": "human", "value": "What is the time now?"},
+            {"from": "gpt", "value": "It is late already."},
+            {"from": "human", "value": "How late?"}]},
+        {"id": "2", "conversations": [{"from": "gpt", "value": "Nothing was asked."}]}]"""
+    )
+    assert read_lengths(path) == [(5, 5)]
+    assert read_lengths(path, lambda text: len(text.split())) == [(5, 4)]
+    with pytest.raises(UserError, match="cannot read the tokenizer"):
+        token_counter(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("prompt", "output", "expected"),
     [(10, 5, (10, 5)), (100, 10, (22, 10)), (5, 100, (1, 31)), (100, 100, (1, 31))],
@@ -93,6 +167,12 @@ def test_what_is_too_long_is_cut(prompt: int, output: int, expected: tuple[int, 
         ("t.jsonl", "\n", "holds no request"),
         ("t.csv", "TIMESTAMP,ContextTokens\n", "line 1: there is no column GeneratedTokens"),
         ("t.csv", HEADING, "holds no request"),
+        ("t.csv", "time,model\n1,m\n", "line 1: there are no columns of lengths: give t (s)"),
+        ("t.csv", "prompt_tokens,completion_tokens\n1,1\n", "line 2: no arrival time"),
+        ("t.csv", "t,prompt_tokens,completion_tokens\nnan,1,1\n", "line 2: t is 'nan'"),
+        ("t.json", f"[{GOOD.strip()}, 3]", "is not a list of JSON objects"),
+        ("t.json", f'[{GOOD.strip()}, {{"t": 1}}]', "object 2: no lengths: give t (s)"),
+        ("t.jsonl", '{"time": "now", "prompt_tokens": 1, "completion_tokens": 1}', "time is 'now'"),
         ("t.csv", AZURE + "yesterday,1,1\n", "line 3: TIMESTAMP is 'yesterday'"),
         ("t.csv", AZURE + "2023-11-16 18:15:47,many,1\n", "line 3: ContextTokens is 'many'"),
         ("t.csv", AZURE + "2023-11-16 18:15:47,1,0\n", "line 3: GeneratedTokens is 0"),
@@ -124,6 +204,7 @@ def test_lengths_of_traces_and_of_texts(tmp_path: Path) -> None:
     ("line", "words"),
     [
         ('{"text": "a"}', "line 1: no lengths: give input_length"),
+        ('{"conversations": "hello"}', "line 1: conversations is no list"),
         ('{"input_length": 3}', "line 1: output_length is None"),
         ('{"instruction": "Say nothing.", "output": ""}', "has no lengths"),
     ],

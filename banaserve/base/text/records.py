@@ -1,4 +1,4 @@
-"""Files of JSON lines, one object a line, uncompressed or compressed with zstd."""
+"""Files of JSON objects, one a line or in one list, uncompressed or compressed with zstd."""
 
 from __future__ import annotations
 
@@ -21,9 +21,32 @@ def read_records(path: Path, limit: int | None = None) -> Iterator[tuple[int, di
     Raises:
         UserError: The file cannot be read, or a line is not a JSON object; the message names it.
     """
+    return _lines(path, unpacked(path), limit)
+
+
+def read_objects(path: Path, limit: int | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the first ``limit`` objects of JSON lines or of one JSON list, with their places.
+
+    A place has the file and, in words, the line or the number of the object.
+
+    Raises:
+        UserError: The file cannot be read, or is neither; the message names the place.
+    """
+    data = unpacked(path)
+    if not data.lstrip().startswith(b"["):
+        yield from ((f"{path}, line {n}", record) for n, record in _lines(path, data, limit))
+        return
+    try:
+        objects = msgspec.json.decode(data, type=list[dict[str, Any]])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"{path} is not a list of JSON objects: {error}") from error
+    yield from ((f"{path}, object {n}", one) for n, one in enumerate(objects[:limit], start=1))
+
+
+def _lines(path: Path, data: bytes, limit: int | None) -> Iterator[tuple[int, dict[str, Any]]]:
     decoder = msgspec.json.Decoder(dict[str, Any])
     count = 0
-    for number, line in enumerate(unpacked(path).split(b"\n"), start=1):
+    for number, line in enumerate(data.split(b"\n"), start=1):
         if not line.strip():
             continue
         if limit is not None and count >= limit:

@@ -6,18 +6,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from banaserve.base.errors import UserError
 from banaserve.sim.result import LatencyLimits
 from banaserve_bench.plan.candidates import (
     USUAL_STEP_TOKENS,
     Candidate,
     colocated,
     elastic,
-    fixed_candidates,
 )
 from banaserve_bench.plan.flips import Flip, find_flips
 from banaserve_bench.plan.gain import WORTH, Answer, Gain, GoodputRuns, answer, gain
 from banaserve_bench.plan.loads import (
-    PlanLoads,
     Rows,
     cut_share,
     faster,
@@ -26,10 +25,16 @@ from banaserve_bench.plan.loads import (
     mean_prompt,
     rate_per_s,
 )
-from banaserve_bench.plan.trial import Device, Scenario, StepError, scenarios
+from banaserve_bench.plan.question import PlanQuestion
+from banaserve_bench.plan.sensitivities import Sensitivity, find_sensitivities
+from banaserve_bench.plan.trial import Device, Scenario
 
 Tell = Callable[[str], None]
 Result = Mapping[str, Any]
+_GLANCED = 500
+"""Most requests of the first load for the first estimate, which keeps the best arrangements."""
+_KEPT = 3
+"""Number of colocated arrangements, and of others, that are tried with all sizes."""
 _SCREENED = 2000
 """Most requests of the first load on which candidates are compared."""
 _FLIP_REQUESTS = 1000
@@ -38,41 +43,6 @@ _RIVALS = 2
 _DIFFERENCE = 0.01
 """Least difference of goodput that makes a counter-offer."""
 _ENOUGH = 0.99
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanQuestion:
-    """Load, device and limits that are planned for.
-
-    Attributes:
-        profile_name: Name or file of the device's profile, for the elastic policy.
-        error: Error of step times; None if it is unknown.
-        instances: Number of instances of every candidate.
-        has_elastic: True if instances that follow the load are a candidate.
-        max_step_tokens: Largest step size of a candidate.
-    """
-
-    device: Device
-    profile_name: str
-    error: StepError | None
-    limits: LatencyLimits
-    loads: PlanLoads
-    instances: int
-    has_elastic: bool = False
-    max_step_tokens: int = USUAL_STEP_TOKENS
-
-    @property
-    def scenarios(self) -> tuple[Scenario, Scenario, Scenario]:
-        return scenarios(self.limits, self.error or StepError(0.0, 0.0))
-
-    @property
-    def has_prefixes(self) -> bool:
-        """True if requests of the loads share known prefixes."""
-        return any(row.hash_ids for row in self.loads.first)
-
-    def fixed_candidates(self) -> list[Candidate]:
-        """Return the candidates whose roles stay as they are."""
-        return fixed_candidates(self.instances, self.has_prefixes, self.max_step_tokens)
 
 
 class Tried(NamedTuple):
@@ -122,6 +92,7 @@ class Advice:
         found: Gain of the challenger over the rival.
         results: Results on the loads that judge, at predicted step times, by candidate.
         flips: Changes of the estimate with the length of prompts and the rate.
+        sensitivities: Answers to questions that differ a little.
     """
 
     answer: Answer
@@ -131,6 +102,7 @@ class Advice:
     results: Mapping[str, Sequence[Result]]
     offers: Sequence[CounterOffer]
     flips: Sequence[Flip]
+    sensitivities: Sequence[Sensitivity] = ()
 
     @property
     def chosen(self) -> Candidate:
@@ -139,19 +111,57 @@ class Advice:
         return self.challenger if is_yes and self.challenger is not None else self.rival
 
 
-def screen(asked: PlanQuestion, tell: Tell) -> Screening:
-    """Return all candidates with their results on the first load.
+def screen(
+    asked: PlanQuestion, tell: Tell, show: Callable[[Screening], None] | None = None
+) -> Screening:
+    """Return the best candidates with their results on the first load.
+
+    Args:
+        show: Called with a first estimate, which has all arrangements, of a part of that load.
 
     Raises:
         UserError: No request can be within the limits, even on an idle engine.
     """
-    costs = asked.device.costs
-    costs.slowdown = asked.scenarios[2].factor
-    feasible = feasible_share(asked.loads.first, costs, asked.limits)
+    feasible = _feasible_share(asked)
     candidates = asked.fixed_candidates()
+    usual = [one for one in candidates if one.is_usual]
+    glance = _screened(asked, feasible, usual, asked.loads.first[:_GLANCED], tell)
+    if show is not None:
+        show(glance)
+    best = [*_arrangements(glance.colocated), *_arrangements(glance.others)]
+    kept = [one for one in candidates if one.arrangement in best]
     if asked.has_elastic and asked.instances > 1:
-        candidates.append(elastic(asked.instances, asked.profile_name, asked.limits))
-    tried = [_tried(asked, one, tell) for one in candidates]
+        kept.append(elastic(asked.instances, asked.profile_name, asked.limits))
+    return _screened(asked, feasible, kept, asked.loads.first[:_SCREENED], tell)
+
+
+def _feasible_share(asked: PlanQuestion) -> float:
+    """Return the share of requests that an idle engine of the best kind serves in time."""
+    shares, problem = [], None
+    for device in asked.devices:
+        costs = device.costs
+        costs.slowdown = asked.scenarios[2].factor
+        try:
+            shares.append(feasible_share(asked.loads.first, costs, asked.limits))
+        except UserError as error:
+            problem = error
+    if not shares and problem is not None:
+        raise problem
+    return max(shares)
+
+
+def _arrangements(tried: Sequence[Tried]) -> list[str]:
+    return list(dict.fromkeys(one.candidate.arrangement for one in tried))[:_KEPT]
+
+
+def _screened(
+    asked: PlanQuestion,
+    feasible: float,
+    candidates: Sequence[Candidate],
+    rows: Rows,
+    tell: Tell,
+) -> Screening:
+    tried = [_tried(asked, one, rows, tell) for one in candidates]
     tried.sort(key=lambda one: _rank(one.result, asked.limits), reverse=True)
     return Screening(
         feasible,
@@ -160,10 +170,9 @@ def screen(asked: PlanQuestion, tell: Tell) -> Screening:
     )
 
 
-def _tried(asked: PlanQuestion, one: Candidate, tell: Tell) -> Tried:
-    tell(f"one load: {one.name}")
-    rows = asked.loads.first[:_SCREENED]
-    return Tried(one, asked.device.run(one, rows, asked.scenarios[1]))
+def _tried(asked: PlanQuestion, one: Candidate, rows: Rows, tell: Tell) -> Tried:
+    tell(f"{len(rows)} requests: {one.name}")
+    return Tried(one, asked.run(one, rows, asked.scenarios[1]))
 
 
 def advise(asked: PlanQuestion, found: Screening, tell: Tell) -> Advice:
@@ -180,8 +189,9 @@ def advise(asked: PlanQuestion, found: Screening, tell: Tell) -> Advice:
     numbers = [len(rows) for rows in asked.loads.others]
     of = gain(runs[challenger.name], runs[rival.name], numbers)
     told = answer(of, asked.error is not None)
-    flips = _flips(asked, tell)
-    return Advice(told, rival, challenger, of, results, offers, flips)
+    flips = _flips(asked, found, tell)
+    nearby = find_sensitivities(asked, challenger, rival, tell)
+    return Advice(told, rival, challenger, of, results, offers, flips, nearby)
 
 
 def _judged(asked: PlanQuestion, one: Candidate, tell: Tell) -> tuple[GoodputRuns, list[Result]]:
@@ -192,7 +202,7 @@ def _judged(asked: PlanQuestion, one: Candidate, tell: Tell) -> tuple[GoodputRun
         found: list[Result] = []
         for number, rows in enumerate(asked.loads.others, start=1):
             tell(f"load {number} of {len(asked.loads.others)}: {one.name}")
-            found.append(asked.device.run(one, rows, scenario))
+            found.append(asked.run(one, rows, scenario))
         return found
 
     told = results(predicted)
@@ -213,7 +223,7 @@ def _rank(result: Result, limits: LatencyLimits) -> tuple[float, float]:
 
 
 def _offers(asked: PlanQuestion, found: Screening, tell: Tell) -> Iterator[CounterOffer]:
-    """Yield better colocated systems: other steps, a store, more instances."""
+    """Yield better colocated systems: other steps, a store or its size, other numbers."""
     best = found.colocated[0]
     usual = [one for one in found.colocated if one.candidate.step_tokens == USUAL_STEP_TOKENS]
     alike = [one for one in usual if one.candidate.has_store == best.candidate.has_store]
@@ -222,53 +232,91 @@ def _offers(asked: PlanQuestion, found: Screening, tell: Tell) -> Iterator[Count
     without = [one for one in found.colocated if not one.candidate.has_store]
     if best.goodput > without[0].goodput + _DIFFERENCE:
         yield CounterOffer("store", best, without[0])
+    small = [one for one in found.colocated if 0 < one.candidate.store_gib < _gib(best)]
+    if small and best.goodput > small[0].goodput + _DIFFERENCE:
+        yield CounterOffer("store size", best, small[0])
     goal = _ENOUGH * found.feasible_fraction
     if found.others and found.others[0].goodput > best.goodput + _DIFFERENCE:
         goal = min(goal, found.others[0].goodput)
-    more = _more_instances(asked, best, goal, tell) if best.goodput < goal else None
-    if more is not None:
-        yield CounterOffer("instances", more, best)
+    enough = best.goodput >= goal
+    other = _fewer_gpus(asked, best, goal, tell) if enough else _more(asked, best, goal, tell)
+    if other is not None:
+        yield CounterOffer("instances", other, best)
 
 
-def _more_instances(asked: PlanQuestion, best: Tried, goal: float, tell: Tell) -> Tried | None:
-    """Return the fewest colocated instances, up to twice as many, that reach ``goal``."""
-    for number in range(asked.instances + 1, 2 * asked.instances + 1):
-        one = colocated(number, best.candidate.step_tokens, store=best.candidate.has_store)
-        tried = _tried(asked, one, tell)
+def _gib(tried: Tried) -> int:
+    return tried.candidate.store_gib
+
+
+def _more(asked: PlanQuestion, best: Tried, goal: float, tell: Tell) -> Tried | None:
+    """Return the fewest instances of the same kind, up to twice as many, that reach ``goal``."""
+    present = best.candidate.num_instances
+    for number in range(present + 1, 2 * present + 1):
+        tried = _like(asked, best, asked.device_of(best.candidate), number, tell)
         if tried.goodput >= goal:
             return tried
     return None
 
 
-def _flips(asked: PlanQuestion, tell: Tell) -> list[Flip]:
+def _fewer_gpus(asked: PlanQuestion, best: Tried, goal: float, tell: Tell) -> Tried | None:
+    """Return the colocated instances of the fewest GPUs that reach ``goal``; None for all GPUs."""
+    found, fewest = None, asked.num_gpus
+    for device in asked.devices:
+        for number in range((fewest - 1) // device.gpus, 0, -1):
+            tried = _like(asked, best, device, number, tell)
+            if tried.goodput < goal:
+                break
+            found, fewest = tried, number * device.gpus
+    return found
+
+
+def _like(asked: PlanQuestion, best: Tried, device: Device, number: int, tell: Tell) -> Tried:
+    candidate = best.candidate
+    one = colocated(
+        number,
+        candidate.step_tokens,
+        store=candidate.has_store,
+        shape=asked.shape(device),
+        store_gib=candidate.store_gib,
+    )
+    return _tried(asked, one, asked.loads.first[:_SCREENED], tell)
+
+
+def _flips(asked: PlanQuestion, found: Screening, tell: Tell) -> list[Flip]:
     """Return where the estimate changes with a higher rate, and with longer prompts.
 
     Prompts with known prefixes are left as they are: what longer ones would share is unknown.
     """
     rows = asked.loads.first[:_FLIP_REQUESTS]
+    candidates = _flip_candidates(found)
     most = asked.device.profile.model.max_context_tokens
 
     def pays_at_rate(scale: float) -> bool:
-        return _pays(asked, faster(rows, scale))
+        return _pays(asked, candidates, faster(rows, scale))
 
     def pays_at_length(scale: float) -> bool | None:
         scaled = longer(rows, scale, most)
         is_whole = cut_share(scaled, most) <= cut_share(rows, most)
-        return _pays(asked, scaled) if is_whole else None
+        return _pays(asked, candidates, scaled) if is_whole else None
 
     tell("flip points: rate")
-    found = find_flips("requests/s", rate_per_s(rows), pays_at_rate)
+    flips = find_flips("requests/s", rate_per_s(rows), pays_at_rate)
     if not asked.has_prefixes:
         tell("flip points: length of prompts")
-        found += find_flips("mean prompt tokens", mean_prompt(rows), pays_at_length)
-    return found
+        flips += find_flips("mean prompt tokens", mean_prompt(rows), pays_at_length)
+    return flips
 
 
-def _pays(asked: PlanQuestion, rows: Rows) -> bool:
+def _flip_candidates(found: Screening) -> list[Candidate]:
+    """Return what a split is tried as and compared with where the load differs."""
+    usual = [one.candidate for one in found.others if one.candidate.is_usual]
+    return [*(one.candidate for one in found.colocated), *usual]
+
+
+def _pays(asked: PlanQuestion, candidates: Sequence[Candidate], rows: Rows) -> bool:
     """Return whether the best split of these rows pays, by one run at predicted step times."""
     best = {True: 0.5 / len(rows), False: 0.5 / len(rows)}
-    for one in asked.fixed_candidates():
-        if one.is_colocated or one.step_tokens == USUAL_STEP_TOKENS:
-            goodput = asked.device.run(one, rows, asked.scenarios[1])["goodput_fraction"]
-            best[one.is_colocated] = max(best[one.is_colocated], goodput)
+    for one in candidates:
+        goodput = asked.run(one, rows, asked.scenarios[1])["goodput_fraction"]
+        best[one.is_colocated] = max(best[one.is_colocated], goodput)
     return best[False] / best[True] >= WORTH

@@ -11,8 +11,11 @@ from banaserve.sim.system import System, following, preset
 USUAL_STEP_TOKENS = 2048
 """Step size of a candidate that does not vary it."""
 MOST_STEP_TOKENS = 8192
+USUAL_STORE_GIB = 64
+"""Memory of the store of a candidate that does not vary it."""
 _COLOCATED_STEPS = (USUAL_STEP_TOKENS, 512, MOST_STEP_TOKENS)
 _SPLIT_STEPS = (USUAL_STEP_TOKENS, MOST_STEP_TOKENS)
+_OTHER_STORES_GIB = (16, 256)
 _MOST_SPLITS = 7
 
 
@@ -21,12 +24,18 @@ class Candidate:
     """System that a load may be served with.
 
     Attributes:
+        arrangement: Name without sizes of steps and store, and without the store of colocated ones.
         words: Words after ``banaserve serve MODEL`` that start the system.
+        gpus: Number of GPUs of each instance.
+        store_gib: Memory of the store; 0 without one.
     """
 
     name: str
     system: System
     words: Sequence[str]
+    arrangement: str
+    gpus: int = 1
+    store_gib: int = 0
 
     @property
     def is_colocated(self) -> bool:
@@ -43,21 +52,78 @@ class Candidate:
         """True if all instances share the store."""
         return self.system.cache == "global"
 
+    @property
+    def is_usual(self) -> bool:
+        """True if its steps and its store have the usual sizes."""
+        return self.step_tokens == USUAL_STEP_TOKENS and self.store_gib in (0, USUAL_STORE_GIB)
 
-def colocated(instances: int, step_tokens: int = USUAL_STEP_TOKENS, *, store: bool) -> Candidate:
+    @property
+    def num_instances(self) -> int:
+        """Number of instances."""
+        return len(self.system.roles())
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceShape:
+    """What candidates of one kind of instance have in common.
+
+    Attributes:
+        gpus: Number of GPUs of an instance.
+        token_bytes: Size of the KV of a token, of the whole instance.
+        is_one_of_several: True if instances of other numbers of GPUs are candidates, too.
+    """
+
+    gpus: int = 1
+    token_bytes: int = 131_072
+    is_one_of_several: bool = False
+
+    @property
+    def suffix(self) -> str:
+        """Words that tell instances of this shape from others, after their number."""
+        return f" of {self.gpus} GPU{'s' * (self.gpus > 1)}" if self.is_one_of_several else ""
+
+    @property
+    def engine_words(self) -> tuple[str, ...]:
+        """Options of vLLM."""
+        return ("--tensor-parallel-size", str(self.gpus)) if self.gpus > 1 else ()
+
+    def store_tokens(self, gib: int) -> int:
+        """Return the capacity of a store, in tokens."""
+        return gib * 2**30 // self.token_bytes
+
+
+_ONE_GPU = InstanceShape()
+
+
+def colocated(
+    instances: int,
+    step_tokens: int = USUAL_STEP_TOKENS,
+    *,
+    store: bool,
+    shape: InstanceShape = _ONE_GPU,
+    store_gib: int = USUAL_STORE_GIB,
+) -> Candidate:
     """Return instances that do both, with their own prefix caches or with one store for all."""
+    gib = store_gib if store else 0
     system = preset(
         "colocated",
         colocated=instances,
         cache="global" if store else "local",
         limits={"step_tokens": step_tokens},
+        store_tokens=shape.store_tokens(gib),
     )
-    words = ("--colocated", str(instances), *(() if store else ("--no-kv-store",)))
-    name = f"{instances} colocated{' with the store' if store else ''}"
-    return Candidate(_named(name, step_tokens), system, (*words, *_step_words(step_tokens)))
+    arrangement = f"{instances} colocated{shape.suffix}"
+    words = ("--colocated", str(instances), *(_store_words(gib) if store else ("--no-kv-store",)))
+    return _candidate(arrangement, system, words, shape, gib)
 
 
-def split(prefill: int, decode: int, step_tokens: int) -> Candidate:
+def split(
+    prefill: int,
+    decode: int,
+    step_tokens: int,
+    shape: InstanceShape = _ONE_GPU,
+    store_gib: int = USUAL_STORE_GIB,
+) -> Candidate:
     """Return instances with fixed roles that hand KV over through the store."""
     system = preset(
         "static",
@@ -66,9 +132,10 @@ def split(prefill: int, decode: int, step_tokens: int) -> Candidate:
         handover="store",
         cache="global",
         limits={"step_tokens": step_tokens},
+        store_tokens=shape.store_tokens(store_gib),
     )
-    words = ("--pd", f"{prefill}:{decode}", *_step_words(step_tokens))
-    return Candidate(_named(f"split {prefill}:{decode}", step_tokens), system, words)
+    words = ("--pd", f"{prefill}:{decode}", *_store_words(store_gib))
+    return _candidate(f"split {prefill}:{decode}{shape.suffix}", system, words, shape, store_gib)
 
 
 def elastic(instances: int, profile_name: str, limits: LatencyLimits) -> Candidate:
@@ -77,21 +144,30 @@ def elastic(instances: int, profile_name: str, limits: LatencyLimits) -> Candida
         preset("elastic", colocated=instances), profile_name, limits.ttft_s, limits.tpot_s
     )
     of_limits = ("--slo-ttft", f"{limits.ttft_s:g}", "--slo-tpot", f"{limits.tpot_s:g}")
-    return Candidate(f"{instances} elastic", system, ("--instances", str(instances), *of_limits))
+    name = f"{instances} elastic"
+    return Candidate(name, system, ("--instances", str(instances), *of_limits), name)
 
 
-def fixed_candidates(instances: int, has_prefixes: bool, max_step_tokens: int) -> list[Candidate]:
+def fixed_candidates(
+    instances: int, has_prefixes: bool, max_step_tokens: int, shape: InstanceShape = _ONE_GPU
+) -> list[Candidate]:
     """Return the candidates whose roles stay as they are: colocated ones, then splits.
 
     Args:
         has_prefixes: True if requests share known prefixes, so that a store can make a difference.
     """
     stores = (False, True) if has_prefixes else (False,)
+    others = _OTHER_STORES_GIB if has_prefixes else ()
     found = [
-        colocated(instances, tokens, store=store) for store in stores for tokens in _COLOCATED_STEPS
+        colocated(instances, tokens, store=store, shape=shape)
+        for store in stores
+        for tokens in _COLOCATED_STEPS
     ]
+    found += [colocated(instances, store=True, shape=shape, store_gib=gib) for gib in others]
     for prefill in _prefills(instances):
-        found += [split(prefill, instances - prefill, tokens) for tokens in _SPLIT_STEPS]
+        decode = instances - prefill
+        found += [split(prefill, decode, tokens, shape) for tokens in _SPLIT_STEPS]
+        found += [split(prefill, decode, USUAL_STEP_TOKENS, shape, gib) for gib in others]
     return [one for one in found if one.step_tokens <= max_step_tokens]
 
 
@@ -102,9 +178,24 @@ def _prefills(instances: int) -> list[int]:
     return sorted({1 + round(place * (most - 1) / max(1, places - 1)) for place in range(places)})
 
 
-def _named(name: str, step_tokens: int) -> str:
-    return f"{name} (steps of {step_tokens} tokens)"
+def _candidate(
+    arrangement: str, system: System, words: Sequence[str], shape: InstanceShape, store_gib: int
+) -> Candidate:
+    steps = system.limits.step_tokens
+    of_store = ""
+    if store_gib and system.kind == "colocated":
+        of_store = " with the store"
+    if store_gib not in (0, USUAL_STORE_GIB):
+        of_store = f"{of_store or ' with the store'} of {store_gib} GiB"
+    return Candidate(
+        f"{arrangement}{of_store} (steps of {steps} tokens)",
+        system,
+        (*words, "--", "--max-num-batched-tokens", str(steps), *shape.engine_words),
+        arrangement,
+        shape.gpus,
+        store_gib,
+    )
 
 
-def _step_words(step_tokens: int) -> tuple[str, ...]:
-    return ("--", "--max-num-batched-tokens", str(step_tokens))
+def _store_words(gib: int) -> tuple[str, ...]:
+    return ("--kv-store-size", f"{gib}GiB")

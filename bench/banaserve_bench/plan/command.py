@@ -14,9 +14,12 @@ from banaserve.base.errors import UserError
 from banaserve.cli.app import App
 from banaserve.cli.terminal.console import print_json
 from banaserve.orchestrator.control.costs import profile as profiles
-from banaserve_bench.plan.advisor import PlanQuestion, advise, screen
+from banaserve_bench.plan.advisor import Screening, advise, screen
 from banaserve_bench.plan.candidates import MOST_STEP_TOKENS, USUAL_STEP_TOKENS
+from banaserve_bench.plan.engines import DEFAULT_GPUS, AskedEngine, find_devices
 from banaserve_bench.plan.loads import read_loads
+from banaserve_bench.plan.page.html_page import check_path, write_page
+from banaserve_bench.plan.question import PlanQuestion
 from banaserve_bench.plan.report import PlanReport, first_words
 from banaserve_bench.plan.trial import Device, StepError
 from banaserve_bench.silicon import description as step_times
@@ -39,10 +42,30 @@ class PlanOptions(AskedSystem):
     prefill: int | None = None
     decode: int | None = None
     instances: int | None = option(
-        f"number of instances ({_INSTANCES}; of a case: as many as its first system has)",
+        f"number of instances ({_INSTANCES}; of a case: as many as its first system has; with "
+        "--model give --gpus)",
         None,
         int,
         rule=AT_LEAST_1,
+    )
+    model: str | None = option(
+        "a config.json, a folder with one, or a name: in place of --profile and --step-times, "
+        "which are derived from it and --device",
+        None,
+    )
+    device: str | None = option("kind of GPU, such as h100_sxm", None)
+    tensor_parallel: int | None = option(
+        "GPUs of each instance (1, 2, 4 and 8 are tried)", None, int, rule=AT_LEAST_1
+    )
+    gpus: int | None = option(
+        f"GPUs in all, with --model ({DEFAULT_GPUS})", None, int, rule=AT_LEAST_1
+    )
+    link_gb_per_s: float | None = option(
+        "bandwidth between instances in GB/s, for each GPU (that of its usual network)",
+        None,
+        float,
+        name="--link",
+        rule=ABOVE_0,
     )
     step_times: Path | None = option(
         "description of measured step times, in place of those of the profile",
@@ -64,7 +87,9 @@ class PlanOptions(AskedSystem):
         rule=Rule(lambda value: value >= USUAL_STEP_TOKENS, f"give {USUAL_STEP_TOKENS} or more"),
     )
     elastic: bool = option("also try roles that follow the load: takes minutes", False)
-    price: float | None = option("price of an instance for an hour", None, float, rule=ABOVE_0)
+    price: float | None = option(
+        "price of an instance for an hour; with --model, of a GPU", None, float, rule=ABOVE_0
+    )
     seeds: int = option(
         "number of loads that judge, each drawn from the next seed or a part of the trace",
         5,
@@ -72,6 +97,7 @@ class PlanOptions(AskedSystem):
     )
     seed: int | None = option("the first seed", None, int)
     as_json: bool = option("print the advice as JSON", False, name="--json")
+    html: Path | None = option("write the advice there as a page, too", None, Path, metavar="FILE")
 
 
 def plan_command(options: PlanOptions) -> int:
@@ -80,25 +106,36 @@ def plan_command(options: PlanOptions) -> int:
     The answer is yes, no or can't tell. It is yes only where the interval of the gain over the best
     colocated instances is above 1, by the spread over loads and the error of the step times.
     """
-    planned, asked = _question(options)
+    if options.html is not None:
+        check_path(options.html)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     console = Console(stderr=True)
     is_silent = not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=is_silent) as progress:
-        task = progress.add_task("", total=None)
+        task = progress.add_task("reading the load, and operators", total=None)
 
         def tell(words: str) -> None:
             progress.update(task, description=words)
 
-        found = screen(asked, tell)
-        console.print(first_words(found), highlight=False, soft_wrap=True)
+        def show(found: Screening) -> None:
+            console.print(first_words(found), highlight=False, soft_wrap=True)
+
+        planned, asked = _question(options)
+        found = screen(asked, tell, show)
         advice = advise(asked, found, tell)
-    report = PlanReport(planned, asked, found, advice, options.price)
+        report = PlanReport(planned, asked, found, advice, options.price, _served(options.model))
+        if options.html is not None:
+            write_page(report, options.html, tell)
     if options.as_json:
         print_json(report.as_json())
     else:
         report.show()
     return 0
+
+
+def _served(model: str | None) -> str:
+    """Return the model as ``serve`` gets it: a folder, or a name."""
+    return "MODEL" if model is None else model.removesuffix("config.json").rstrip("/") or "."
 
 
 def _question(options: PlanOptions) -> tuple[SimulationJob, PlanQuestion]:
@@ -107,35 +144,71 @@ def _question(options: PlanOptions) -> tuple[SimulationJob, PlanQuestion]:
     Raises:
         UserError: The load, the device or an option is invalid.
     """
-    if not options.target:
-        raise UserError("give a case, a trace or a dataset (see `banaserve simulate --list`)")
-    planned = job(replace(options, instances=None))
+    devices = _devices(options)
+    of_job = replace(options, instances=None)
+    planned = job(of_job, devices[0].profile if devices else None)
     case = planned.case
     profile_name = options.profile or (case.profile_name if case else None)
-    if profile_name is None:
+    if profile_name is None and not devices:
         known = ", ".join(profiles.names())
-        raise UserError(f"give --profile, the device and model to plan for: {known} or a file")
+        raise UserError(
+            f"give --model and --device, or --profile, the device and model to plan for: {known} "
+            "or a file"
+        )
     if planned.events:
         raise UserError(f"{planned.name} has events: a plan is for instances that all serve")
     instances = options.instances
+    if devices:
+        instances = (options.gpus or DEFAULT_GPUS) // devices[0].gpus
     if instances is None:
         instances = len(next(iter(planned.systems.values())).roles()) if case else _INSTANCES
-    measured = None if options.step_times is None else step_times.read(options.step_times)
+    if not devices:
+        measured = None if options.step_times is None else step_times.read(options.step_times)
+        devices = [Device(planned.profile, measured)]
+    measured = devices[0].measured
     error = None if measured is None else StepError.of(measured.error)
     if options.step_error is not None:
         error = StepError(options.step_error, options.step_error)
-    usual_most = MOST_STEP_TOKENS if measured is None else USUAL_STEP_TOKENS
+    usual_most = USUAL_STEP_TOKENS if options.step_times is not None else MOST_STEP_TOKENS
     first = planned.seed if options.seed is None else options.seed
     return planned, PlanQuestion(
-        device=Device(planned.profile, measured),
-        profile_name=profile_name,
+        device=devices[0],
+        profile_name=profile_name or devices[0].profile.name,
         error=error,
         limits=planned.limits,
         loads=read_loads(planned, range(first, first + options.seeds)),
         instances=instances,
         has_elastic=options.elastic,
         max_step_tokens=options.max_step_tokens or usual_most,
+        more_devices=devices[1:],
     )
+
+
+def _devices(options: PlanOptions) -> list[Device]:
+    """Return the instances that --model and --device give; none without these options.
+
+    Raises:
+        UserError: One of the two is missing, or an option has no meaning with or without them.
+    """
+    if options.model is None:
+        for name in ("device", "tensor_parallel", "gpus", "link_gb_per_s"):
+            if getattr(options, name) is not None:
+                word = {"link_gb_per_s": "link"}.get(name, name).replace("_", "-")
+                raise UserError(f"--{word} needs --model: a profile has its own")
+        return []
+    if options.device is None:
+        raise UserError("--model needs --device, such as h100_sxm")
+    for name in ("profile", "step_times", "instances", "elastic"):
+        if getattr(options, name):
+            instead = {
+                "instances": "give --gpus",
+                "elastic": "roles that follow the load forecast with a --profile",
+            }.get(name, "leave it out, or --model")
+            raise UserError(f"--{name.replace('_', '-')} does not go with --model: {instead}")
+    link = None if options.link_gb_per_s is None else 1e9 * options.link_gb_per_s
+    gpus = options.gpus or DEFAULT_GPUS
+    asked = AskedEngine(options.model, options.device, options.tensor_parallel, gpus, link)
+    return find_devices(asked)
 
 
 app = App(plan_command)

@@ -74,6 +74,19 @@ def gain(own: GoodputRuns, other: GoodputRuns, num_requests: Sequence[int]) -> G
     return Gain(Interval(low, of_loads.estimate, high), of_loads)
 
 
+def gain_of_one_load(own: GoodputRuns, other: GoodputRuns, num_requests: int) -> Gain:
+    """Return the gain of ``own`` over ``other`` on one load, whose spread is unknown."""
+
+    def ratio(above: Sequence[float], below: Sequence[float]) -> float:
+        # Half a request stands for none, as in ``gain``.
+        return min(MOST_RATIO, above[0] / max(below[0], 0.5 / num_requests))
+
+    estimate = ratio(own.predicted, other.predicted)
+    low = min(estimate, ratio(own.slow, other.fast))
+    high = max(estimate, ratio(own.fast, other.slow))
+    return Gain(Interval(low, estimate, high), Interval(estimate, estimate, estimate))
+
+
 def ratio_interval(above: Sequence[float], below: Sequence[float]) -> Interval:
     """Return the ratio of the sums of pairs with its 95% interval, by Fieller's theorem.
 

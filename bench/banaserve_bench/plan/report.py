@@ -8,14 +8,19 @@ from typing import Any, NamedTuple
 
 from banaserve.cli.terminal.console import print_rows
 from banaserve.sim.result import SIMULATED
-from banaserve_bench.plan.advisor import Advice, CounterOffer, PlanQuestion, Result, Screening
+from banaserve_bench.plan.advisor import Advice, CounterOffer, Result, Screening
+from banaserve_bench.plan.engines import device_words
 from banaserve_bench.plan.flips import Flip
 from banaserve_bench.plan.gain import MOST_RATIO, WORTH, Answer
+from banaserve_bench.plan.loads import rate_per_s
+from banaserve_bench.plan.question import PlanQuestion
 from banaserve_bench.results.figure_text import interval_text, number
 from banaserve_bench.results.statistics import Interval
 from banaserve_bench.simulation.command import measured_words
 from banaserve_bench.simulation.job import SimulationJob
 
+_OVERLOADED = 0.5
+"""Share of requests in time below which the load is too much for every candidate."""
 _COLUMNS = (
     ("in time, %", "goodput_fraction", 100.0),
     ("ttft p99, ms", "ttft_p99_s", 1e3),
@@ -34,7 +39,9 @@ class PlanReport(NamedTuple):
     """Advice, and what was asked.
 
     Attributes:
-        price: Price of an instance for an hour; None if it is unknown.
+        price: Price of an instance, or of a GPU where these are known, for an hour; None if it is
+            unknown.
+        model: Model that is served, as ``serve`` gets it.
     """
 
     planned: SimulationJob
@@ -42,6 +49,7 @@ class PlanReport(NamedTuple):
     found: Screening
     advice: Advice
     price: float | None
+    model: str = "MODEL"
 
     @property
     def sentence(self) -> str:
@@ -68,32 +76,69 @@ class PlanReport(NamedTuple):
     @property
     def command(self) -> str:
         """Command line that starts the chosen system."""
-        return shlex.join(["banaserve", "serve", "MODEL", *self.advice.chosen.words])
+        return shlex.join(["banaserve", "serve", self.model, *self.advice.chosen.words])
+
+    @property
+    def expected(self) -> str:
+        """Figures that are expected of the chosen system, with their intervals over loads."""
+        name = self.advice.chosen.name
+        results = self.advice.results[name]
+        loads = zip(self.asked.loads.others, results, strict=True)
+        rates = [one["goodput_fraction"] * rate_per_s(rows) for rows, one in loads]
+        parts = [f"{interval_text(rates)} requests/s in time"]
+        for words, key in (("TTFT p99", "ttft_p99_s"), ("TPOT p99", "tpot_p99_s")):
+            parts.append(f"{words} {interval_text([one[key] for one in results], 1e3)} ms")
+        if prices := self.prices(results):
+            parts.append(f"{interval_text(prices)} for 1,000 requests in time")
+        return f"expected of {name}: {', '.join(parts)}"
 
     def show(self) -> None:
         """Print the report, the answer first."""
-        asked, planned, measured = self.asked, self.planned, self.asked.device.measured
-        others = asked.loads.others
-        print(f"{self.sentence}\n\n{planned.name}: {planned.about}")
-        print(f"{SIMULATED}; profile {planned.profile.name} ({planned.profile.source})")
-        if measured is not None:
-            longest = max(r.prompt_tokens + r.output_tokens for rows in others for r in rows)
-            print(f"step times {measured.name} ({measured.source})")
-            print(f"valid for {measured.valid_for}; the longest request has {longest} tokens")
-            print(f"errors are of {measured.judged_on}")
-        kind = "parts of the trace" if asked.loads.are_windows else "loads"
-        error = "unknown" if asked.error is None else f"{asked.error.step:.1%}"
-        print(f"chosen on one, judged on {len(others)} other {kind}; error of step times: {error}")
-        if self.found.feasible_fraction < 1:
-            share = f"{self.found.feasible_fraction:.1%}"
-            print(f"an idle engine serves {share} of the requests in time")
+        planned = self.planned
+        print(f"{self.sentence}\n{self.expected}\n\n{planned.name}: {planned.about}")
+        print("\n".join(self.facts()))
         print()
-        print_rows(list(self._rows()), {})
-        estimates = [*map(_offer_words, self.advice.offers), *map(_flip_words, self.advice.flips)]
-        if estimates:
+        print_rows(list(self.rows()), {})
+        if self.advice.sensitivities:
+            print()
+            print_rows(list(self.sensitivity_rows()), {})
+        if estimates := self.estimates():
             print("\nestimates of one load, at these step times:")
             print("\n".join(f"- {one}" for one in estimates))
         print(f"\n{self.command}")
+
+    def facts(self) -> Iterator[str]:
+        """Yield what the advice rests on: devices, step times and loads."""
+        asked, planned, measured = self.asked, self.planned, self.asked.device.measured
+        others = asked.loads.others
+        yield f"{SIMULATED}; profile {planned.profile.name} ({planned.profile.source})"
+        yield from device_words(asked.devices)
+        if measured is not None:
+            longest = max(r.prompt_tokens + r.output_tokens for rows in others for r in rows)
+            yield f"step times {measured.name} ({measured.source})"
+            yield f"valid for {measured.valid_for}; the longest request has {longest} tokens"
+            yield f"errors are of {measured.judged_on}"
+        kind = "parts of the trace" if asked.loads.are_windows else "loads"
+        error = "unknown" if asked.error is None else f"{asked.error.step:.1%}"
+        yield f"chosen on one, judged on {len(others)} other {kind}; error of step times: {error}"
+        if self.found.feasible_fraction < 1:
+            share = f"{self.found.feasible_fraction:.1%}"
+            yield f"an idle engine serves {share} of the requests in time"
+
+    def estimates(self) -> list[str]:
+        """Return what an overload needs, counter-offers and flip points, each as a line."""
+        found = [*map(_offer_words, self.advice.offers), *map(_flip_words, self.advice.flips)]
+        best = max(one.goodput for one in (*self.found.colocated, *self.found.others))
+        if best < _OVERLOADED:
+            words = "this is an overload, in which ratios say little: give more GPUs, or less load"
+            found.insert(0, f"no system serves more than {best:.1%} in time; {words}")
+        return found
+
+    def sensitivity_rows(self) -> Iterator[tuple[str, ...]]:
+        """Yield a heading, and a row for each question that differs a little, of one load."""
+        yield ("if", "answer", "times as many in time")
+        for one in self.advice.sensitivities:
+            yield (one.change, one.answer, _text(one.gain))
 
     def as_json(self) -> dict[str, Any]:
         """Return the report for JSON; results are of each load that judges, in their order."""
@@ -103,6 +148,7 @@ class PlanReport(NamedTuple):
             "time": SIMULATED,
             "answer": advice.answer,
             "sentence": self.sentence,
+            "expected": self.expected,
             "command": self.command,
             "target": planned.name,
             "about": planned.about,
@@ -113,7 +159,7 @@ class PlanReport(NamedTuple):
             "gain": gained and {"whole": _ends(gained.whole), "of_loads": _ends(gained.of_loads)},
             "feasible_fraction": self.found.feasible_fraction,
             "results": advice.results,
-            "prices_of_1000": {name: self._prices(of) for name, of in advice.results.items()},
+            "prices_of_1000": {name: self.prices(of) for name, of in advice.results.items()},
             "first_load": {
                 one.candidate.name: one.result
                 for one in (*self.found.colocated, *self.found.others)
@@ -129,26 +175,40 @@ class PlanReport(NamedTuple):
                 for one in advice.offers
             ],
             "flip_points": advice.flips,
+            "sensitivities": [
+                {"change": one.change, "answer": one.answer, "gain": _ends(one.gain)}
+                for one in advice.sensitivities
+            ],
+            "devices": [
+                {
+                    "gpus": one.gpus,
+                    "profile": one.profile.name,
+                    "kv_tokens": one.profile.memory.kv_tokens,
+                    "bytes_per_s": one.profile.link.bytes_per_s,
+                }
+                for one in asked.devices
+            ],
         }
 
-    def _rows(self) -> Iterator[tuple[str, ...]]:
+    def rows(self) -> Iterator[tuple[str, ...]]:
+        """Yield a heading, and a row for each system that was judged."""
         heading = ("system", *(words for words, _, _ in _COLUMNS))
         yield heading if self.price is None else (*heading, "price of 1,000 in time")
         for name, results in self.advice.results.items():
             cells = [interval_text([one[key] for one in results], by) for _, key, by in _COLUMNS]
             if self.price is not None:
-                prices = self._prices(results)
+                prices = self.prices(results)
                 cells.append(interval_text(prices) if prices else "none in time")
             yield (name, *cells)
 
-    def _prices(self, results: Sequence[Result]) -> list[float]:
+    def prices(self, results: Sequence[Result]) -> list[float]:
         """Return the price of 1,000 requests within the limits, for each load that has any."""
         found = []
         for rows, one in zip(self.asked.loads.others, results, strict=True):
             num_good = one["goodput_fraction"] * len(rows)
             if self.price is not None and num_good:
                 hours = rows[-1].at_s / 3600
-                found.append(1000 * self.price * self.asked.instances * hours / num_good)
+                found.append(1000 * self.price * self.asked.num_gpus * hours / num_good)
         return found
 
     def _in_time(self, name: str) -> str:

@@ -13,10 +13,14 @@ from banaserve.sim.cluster.cluster import SimCluster
 from banaserve.sim.result import LatencyLimits
 from banaserve.sim.trace import Arrival, requests_of
 from banaserve_bench.plan.candidates import Candidate
+from banaserve_bench.plan.time_parts import PartsWatch, TimeParts
 from banaserve_bench.silicon.costs import MeasuredCosts
 from banaserve_bench.silicon.description import ErrorSection, StepTimesDescription
 from banaserve_bench.silicon.install import install
 from banaserve_bench.simulation.run import simulate
+
+_LEAST_S = 1e-9
+_WITH_WAY = ("ttft_mean_s", "ttft_p50_s", "ttft_p99_s", "e2e_mean_s", "e2e_p99_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +67,17 @@ def scenarios(limits: LatencyLimits, error: StepError) -> tuple[Scenario, Scenar
 
 
 class Device(NamedTuple):
-    """Modelled device and model: a profile, and measured step times in place of its own."""
+    """Modelled instance: a profile, and measured step times in place of its own.
+
+    Attributes:
+        gpus: Number of GPUs of an instance, which share the model's tensors.
+        kind: Name of the GPU; empty if the profile stands for a whole instance.
+    """
 
     profile: Profile
     measured: StepTimesDescription | None = None
+    gpus: int = 1
+    kind: str = ""
 
     @property
     def costs(self) -> StepCosts:
@@ -87,8 +98,35 @@ class Device(NamedTuple):
                 for instance in cell.instances.values():
                     instance.engine.costs.slowdown = scenario.factor
 
-        requests = requests_of(rows)
-        return simulate(self.profile, candidate.system, requests, scenario.limits, watch=watch)
+        way_s = self._way_s(rows)
+        limits = LatencyLimits(
+            max(_LEAST_S, scenario.limits.ttft_s - way_s), scenario.limits.tpot_s
+        )
+        found = simulate(self.profile, candidate.system, requests_of(rows), limits, watch=watch)
+        return {
+            name: way_s + value if name in _WITH_WAY else value for name, value in found.items()
+        }
+
+    def time_parts(self, candidate: Candidate, rows: Sequence[Arrival]) -> TimeParts:
+        """Return where the time of a request goes, in the mean of ``rows``."""
+        clusters: list[SimCluster] = []
+        watched = PartsWatch()
+
+        def watch(cluster: SimCluster) -> None:
+            clusters.append(cluster)
+            if self.measured is not None:
+                install(cluster, self.profile, self.measured.times, self.measured.constants)
+            watched.watch(cluster)
+
+        simulate(self.profile, candidate.system, requests_of(rows), watch=watch)
+        return watched.parts(clusters[0].finished, self._way_s(rows))
+
+    def _way_s(self, rows: Sequence[Arrival]) -> float:
+        """Return the time of a request of mean length from its client to the engine."""
+        if self.measured is None:
+            return 0.0
+        tokens = sum(row.prompt_tokens for row in rows) / len(rows)
+        return self.measured.way_s + self.measured.way_token_s * tokens
 
 
 def _largest(errors: Sequence[float]) -> float:

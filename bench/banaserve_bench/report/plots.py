@@ -90,11 +90,13 @@ class Series:
 
     Attributes:
         whiskers: Lower and upper end of each point's whisker; empty if there are none.
+        has_line: True if a line joins the points.
     """
 
     name: str
     points: Sequence[Point]
     whiskers: Sequence[tuple[float, float]] = ()
+    has_line: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +330,7 @@ def _line(axes: Axes, one: Series, place: int, marks: bool) -> Any:
         xs,
         ys,
         color=colour,
-        linestyle=_DASHES[place % len(_DASHES)],
+        linestyle=_DASHES[place % len(_DASHES)] if one.has_line else "",
         linewidth=1.6,
         marker=_MARKS[place % len(_MARKS)] if marks else "",
         markersize=4,

@@ -8,6 +8,11 @@ from typing import Any
 
 from banaserve.base.errors import UserError
 
+PACKAGE_MISSING = (
+    "step times of aiconfigurator need its package: pip install 'banaserve-bench[plan]'"
+)
+MOST_CHARS = 200
+"""Maximum length of what is shown of the package's errors, some of which list all that it knows."""
 PRECISIONS = ("gemm", "moe", "kvcache", "fmha")
 """Kinds of operators whose precision can be other than the config.json's."""
 
@@ -42,9 +47,7 @@ class AiconfiguratorTimes:
         try:
             from aiconfigurator_core.sdk.engine import EngineHandle
         except ImportError as error:
-            raise UserError(
-                "step times of aiconfigurator need its package: pip install 'banaserve-bench[plan]'"
-            ) from error
+            raise UserError(PACKAGE_MISSING) from error
         # The package logs each table that it replaces by a similar one.
         logging.getLogger("aiconfigurator_core").setLevel(logging.ERROR)
         experts = tensor_parallel if expert_parallel else 1
@@ -61,7 +64,8 @@ class AiconfiguratorTimes:
             self.step_s(1, 1, 1, 1)
         except Exception as error:
             # Errors of the package's tables have no common class; each is a matter of the options.
-            raise UserError(f"no step times of {model} on {system}: {error}") from error
+            told = " ".join(str(error).split())[:MOST_CHARS]
+            raise UserError(f"no step times of {model} on {system}: {told}") from error
 
     def step_s(self, tokens: int, pairs: int, batch: int, context: int) -> float:
         """Return the GPU's time of one step; see ``GpuStepTimes``."""

@@ -55,6 +55,8 @@ class StepTimesDescription:
         source: Origin of the operators' times, and the engine that ran them.
         valid_for: Range in which the operators were measured, in words.
         judged_on: Runs that the errors are of, in words.
+        way_s: Time of a request from its client to the engine, in seconds, which TTFT contains.
+        way_token_s: Increase of ``way_s`` with each token of the prompt, in seconds.
     """
 
     name: str
@@ -64,6 +66,8 @@ class StepTimesDescription:
     error: ErrorSection
     constants: EngineConstants
     times: GpuStepTimes
+    way_s: float = 0.0
+    way_token_s: float = 0.0
 
 
 def read(path: Path) -> StepTimesDescription:

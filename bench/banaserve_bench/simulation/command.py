@@ -100,8 +100,6 @@ def simulate_command(options: SimulateOptions) -> int:
     if options.show_list:
         print_rows(listing_rows(), {})
         return 0
-    if not options.target:
-        raise UserError("give a case, a trace or a dataset (see `banaserve simulate --list`)")
     planned = job(options)
     systems = planned.systems.values()
     asked_names = [(PluginGroup.ROUTING_POLICIES, one.routing) for one in systems]

@@ -12,19 +12,24 @@ from random import Random
 from banaserve.base.arguments import AT_LEAST_1, argument, derived, extra, option
 from banaserve.base.errors import UserError
 from banaserve.base.text.names import check_known
-from banaserve.base.text.records import read_records
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.orchestrator.control.move_policies import registry as migrations
 from banaserve.sim.request import SimRequest
 from banaserve.sim.result import LatencyLimits
 from banaserve.sim.system import KINDS, System, following, preset
-from banaserve.sim.trace import Arrival, read_trace, requests_of
+from banaserve.sim.trace import Arrival, has_time, read_trace, requests_of, trace_records
 from banaserve_bench.simulation import case as cases
 from banaserve_bench.simulation.case import Case
 from banaserve_bench.simulation.events import Event
-from banaserve_bench.simulation.lengths import DATASETS, draw_measured, read_lengths
-from banaserve_bench.simulation.workload import Arrivals, Pair, arriving
+from banaserve_bench.simulation.lengths import (
+    CHARACTERS_A_TOKEN,
+    DATASETS,
+    draw_measured,
+    read_lengths,
+    token_counter,
+)
+from banaserve_bench.simulation.workload import Arrivals, Lengths, Pair, arriving
 
 ARRIVALS = ("bursts", "diurnal", "poisson", "trace")
 DEFAULT_PROFILE = "opt-13b-a100"
@@ -39,6 +44,22 @@ def _parse_pd(text: str) -> tuple[int, int]:
     if not (prefill.isdecimal() and decode.isdecimal()):
         raise UserError(f"pd is {text}: give P:D, such as 2:2")
     return int(prefill), int(decode)
+
+
+def parse_lengths(text: str) -> Lengths:
+    """Return the lengths that ``N`` or ``LOW-HIGH`` stands for.
+
+    Raises:
+        UserError: The text is neither.
+    """
+    low, dash, high = text.partition("-")
+    if not low.isdecimal() or (dash and not high.isdecimal()):
+        raise UserError(f"tokens are {text}: give a number, or LOW-HIGH such as 500-4000")
+    return (
+        Lengths(kind="uniform", low=int(low), high=int(high))
+        if dash
+        else Lengths(kind="fixed", mean=int(low))
+    )
 
 
 def _instances(known: Namespace) -> int | None:
@@ -61,9 +82,31 @@ class AskedSystem:
     """
 
     target: str = argument(
-        "a case, a .toml file with one, a trace (Mooncake, Azure), a file of lengths, or alpaca or "
-        "longbench: their lengths",
+        "a case, a .toml file with one, a trace (Mooncake, Azure), a log with token counts, what "
+        "`banaserve trace --last 1000 --json` prints, a file of lengths or texts (ShareGPT), or "
+        "alpaca or longbench: their lengths",
         "",
+    )
+    prompt_lengths: Lengths | None = option(
+        "tokens of each prompt, or a range such as 500-4000, in place of a file",
+        None,
+        parse_lengths,
+        name="--prompt-tokens",
+        metavar="N",
+    )
+    output_lengths: Lengths | None = option(
+        "tokens of each answer, or a range",
+        None,
+        parse_lengths,
+        name="--output-tokens",
+        metavar="N",
+    )
+    tokenizer: Path | None = option(
+        "folder with the tokenizer.json that counts tokens of texts (else estimated: "
+        f"{CHARACTERS_A_TOKEN:g} characters a token)",
+        None,
+        Path,
+        metavar="DIR",
     )
     systems: Sequence[str] = option(
         "one to run, several times for several; else all of a case, or colocated, static and "
@@ -148,8 +191,11 @@ class SimulationJob:
     case: Case | None = None
 
 
-def job(asked: AskedSystem) -> SimulationJob:
+def job(asked: AskedSystem, profile: Profile | None = None) -> SimulationJob:
     """Return the job that ``asked`` describes; everything is read and checked, nothing has run.
+
+    Args:
+        profile: Device and model; None for those that ``asked`` or its case names.
 
     Raises:
         UserError: The target or an option is unknown, a file has a bad line, or an option has no
@@ -160,15 +206,25 @@ def job(asked: AskedSystem) -> SimulationJob:
     if asked.arrivals is not None:
         check_known("kind of arrivals", asked.arrivals, ARRIVALS)
     target = asked.target
+    if (asked.prompt_lengths is None) != (asked.output_lengths is None):
+        raise UserError("give both, --prompt-tokens and --output-tokens")
+    if not target and asked.prompt_lengths is None:
+        raise UserError(
+            "give a case, a trace or a dataset (see `banaserve simulate --list`), or "
+            "--prompt-tokens, --output-tokens and --rps"
+        )
+    if target and asked.prompt_lengths is not None:
+        raise UserError(f"give {target} or --prompt-tokens, not both")
     if target.endswith(".toml") or target in cases.names():
-        return _of_case(asked, cases.read(target))
-    if target not in DATASETS and not target.endswith(_FILES) and not Path(target).is_file():
+        return _of_case(asked, cases.read(target), profile)
+    is_load = not target or target in DATASETS or target.endswith(_FILES)
+    if not is_load and not Path(target).is_file():
         check_known("case, trace or dataset", target, [*cases.names(), *DATASETS])
-    return _of_load(asked)
+    return _of_load(asked, profile)
 
 
-def _of_case(asked: AskedSystem, case: Case) -> SimulationJob:
-    load = ("rps", "arrivals", "duration_s", "speed", "limit", "max_output_tokens")
+def _of_case(asked: AskedSystem, case: Case, profile: Profile | None) -> SimulationJob:
+    load = ("rps", "arrivals", "duration_s", "speed", "limit", "max_output_tokens", "tokenizer")
     for name in (*load, "prefill", "decode", "instances"):
         if getattr(asked, name) is not None:
             option = "pd" if name in ("prefill", "decode") else name.removesuffix("_s")
@@ -186,7 +242,7 @@ def _of_case(asked: AskedSystem, case: Case) -> SimulationJob:
     return SimulationJob(
         case.name,
         case.about,
-        profiles.load(asked.profile) if asked.profile else case.profile,
+        profile or (profiles.load(asked.profile) if asked.profile else case.profile),
         systems,
         case.requests,
         case.expected_requests,
@@ -215,13 +271,13 @@ def _limits(asked: AskedSystem, usual: LatencyLimits) -> LatencyLimits:
     )
 
 
-def _of_load(asked: AskedSystem) -> SimulationJob:
-    profile = profiles.load(asked.profile or DEFAULT_PROFILE)
+def _of_load(asked: AskedSystem, profile: Profile | None) -> SimulationJob:
+    profile = profile or profiles.load(asked.profile or DEFAULT_PROFILE)
     for name in asked.systems:
         check_known("system", name, KINDS)
     requests, expected, about = _load(asked, profile)
     return SimulationJob(
-        Path(asked.target).name,
+        Path(asked.target).name or "lengths",
         about,
         profile,
         {name: _system(name, asked) for name in asked.systems or _EVERY_SYSTEM},
@@ -255,10 +311,10 @@ def _system(name: str, asked: AskedSystem) -> System:
 def _load(
     asked: AskedSystem, profile: Profile
 ) -> tuple[Callable[[int], Iterator[SimRequest]], int, str]:
-    kind = asked.arrivals or ("trace" if _has_times(asked.target) else "poisson")
+    kind = asked.arrivals or ("trace" if _has_times(asked) else "poisson")
     most = profile.model.max_context_tokens
     if kind == "trace":
-        for name in ("duration_s", "max_output_tokens"):
+        for name in ("duration_s", "max_output_tokens", "tokenizer"):
             if getattr(asked, name) is not None:
                 option = name.removesuffix("_s").replace("_", "-")
                 raise UserError(f"{option} says nothing for a trace's own arrivals: use --limit")
@@ -272,7 +328,8 @@ def _load(
         # A trace is the same for every seed.
         return lambda seed: requests_of(rows, speed, most), len(rows), about
     if asked.rps is None:
-        raise UserError("give the mean rate of the arrivals with --rps")
+        why = "" if asked.target in ("", *DATASETS) else f"{asked.target} has no times: "
+        raise UserError(f"{why}give the mean rate of the arrivals with --rps")
     if asked.speed is not None:
         raise UserError("speed says nothing for drawn arrivals: use --rps")
     if asked.limit is not None:
@@ -289,19 +346,18 @@ def _load(
     return lambda seed: arriving(arrivals, pair, seed, most), expected, about
 
 
-def _has_times(target: str) -> bool:
-    """Return whether the file's first line has an arrival; the rest is checked when it is read."""
-    if target in DATASETS:
+def _has_times(asked: AskedSystem) -> bool:
+    """Return whether the first request has an arrival; the rest is checked when it is read."""
+    if asked.target in ("", *DATASETS):
         return False
-    if Path(target).name.removesuffix(".zst").endswith(".csv"):
-        return True
-    _, first = next(read_records(Path(target), 1), (0, {}))
-    return "t" in first or "timestamp" in first
+    _, first = next(trace_records(Path(asked.target), 1), ("", {}))
+    return has_time(first)
 
 
 def _trace(asked: AskedSystem) -> list[Arrival]:
-    if asked.target in DATASETS:
-        raise UserError(f"{asked.target} has no arrivals: give poisson, bursts or diurnal")
+    if asked.target in ("", *DATASETS):
+        has_none = f"{asked.target or '--prompt-tokens'} has no arrivals"
+        raise UserError(f"{has_none}: give poisson, bursts or diurnal")
     if asked.limit is not None and asked.limit < 1:
         raise UserError(f"limit is {asked.limit}: give 1 or more")
     return read_trace(Path(asked.target), asked.limit)
@@ -327,8 +383,12 @@ def _pair(asked: AskedSystem) -> Pair:
         raise UserError(f"max-output-tokens is {most}: give 1 or more")
     if asked.target in DATASETS:
         return partial(_of_dataset, asked.target, most or 1_000_000)
+    if asked.prompt_lengths is not None and asked.output_lengths is not None:
+        return partial(_of_lengths, asked.prompt_lengths, asked.output_lengths, most or 1_000_000)
+    count = None if asked.tokenizer is None else token_counter(asked.tokenizer)
     pairs = [
-        (prompt, min(output, most or output)) for prompt, output in read_lengths(Path(asked.target))
+        (prompt, min(output, most or output))
+        for prompt, output in read_lengths(Path(asked.target), count)
     ]
     return lambda draws: draws.choice(pairs)
 
@@ -336,3 +396,7 @@ def _pair(asked: AskedSystem) -> Pair:
 def _of_dataset(name: str, most: int, draws: Random) -> tuple[int, int]:
     prompt = round(draw_measured(f"{name}_prompt", draws))
     return prompt, min(most, round(draw_measured(f"{name}_output", draws)))
+
+
+def _of_lengths(prompt: Lengths, output: Lengths, most: int, draws: Random) -> tuple[int, int]:
+    return prompt.draw(draws), min(most, output.draw(draws))

@@ -7,14 +7,13 @@ by SmolLM2's tokenizer, with linear interpolation between them.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 from banaserve.base.errors import UserError
-from banaserve.base.text.records import read_records
-from banaserve.sim.trace import length
+from banaserve.sim.trace import has_lengths, lengths, trace_records
 
 _SHARES = (0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)
 
@@ -33,6 +32,7 @@ MEASURED: Mapping[str, tuple[int, ...]] = {
 
 DATASETS = ("alpaca", "longbench")
 
+CountTokens = Callable[[str], int]
 CHARACTERS_A_TOKEN = 4.2
 """Mean of English text, between Alpaca's 4.5 and LongBench's 4.1; for files that hold texts."""
 
@@ -46,32 +46,56 @@ def draw_measured(name: str, draws: random.Random) -> float:
     return values[place] + (share - low) / (high - low) * (values[place + 1] - values[place])
 
 
-def read_lengths(path: Path) -> list[tuple[int, int]]:
-    """Return prompt and output tokens of every object of a file of JSON lines.
+def read_lengths(path: Path, count: CountTokens | None = None) -> list[tuple[int, int]]:
+    """Return prompt and output tokens of every object of JSON lines, a JSON list or a table.
 
-    The numbers are ``input_length`` and ``output_length``, or estimated from the characters of the
-    texts ``instruction`` and ``input`` with ``output`` (Alpaca), or ``prompt`` with ``answers``
-    (LongBench). Records whose prompt or answer is empty are left out.
+    The numbers are those of a trace (``sim/trace.py``), or are counted in the texts ``instruction``
+    and ``input`` with ``output`` (Alpaca), ``prompt`` with ``answers`` (LongBench), or the first
+    question of ``conversations`` and its answer (ShareGPT). Objects whose prompt or answer is empty
+    are left out.
+
+    Args:
+        count: Function that counts the tokens of a text; None for ``CHARACTERS_A_TOKEN``.
 
     Raises:
-        UserError: The file cannot be read, or a line has none of these keys; the message names line
-            and key.
+        UserError: The file cannot be read, or an object has none of these keys; the message names
+            place and key.
     """
+    count = count or _estimated
     pairs = []
-    for number, record in read_records(path):
-        pair = _pair(path, number, record)
-        if pair is not None:
-            pairs.append(pair)
+    for where, record in trace_records(path):
+        if has_lengths(record):
+            pairs.append(lengths(where, record))
+        elif all(texts := _texts(where, record)):
+            prompt, answer = texts
+            pairs.append((max(1, count(prompt)), max(1, count(answer))))
     if not pairs:
         raise UserError(f"{path} has no lengths")
     return pairs
 
 
-def _pair(path: Path, number: int, record: Mapping[str, Any]) -> tuple[int, int] | None:
-    if "input_length" in record:
-        asked = length(path, number, record, "input_length")
-        return asked, length(path, number, record, "output_length")
+def token_counter(folder: Path) -> CountTokens:
+    """Return a function that counts tokens with the tokenizer of a model's folder.
+
+    Raises:
+        UserError: The folder has no ``tokenizer.json``, or it is none.
+    """
+    from tokenizers import Tokenizer
+
+    file = folder if folder.is_file() else folder / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:
+        # The package has no exception class of its own.
+        raise UserError(f"cannot read the tokenizer {file}: {error}") from error
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _texts(where: str, record: Mapping[str, Any]) -> tuple[str, str]:
+    """Return prompt and answer of an object; each may be empty."""
     prompt: Any
+    if (turns := record.get("conversations")) is not None:
+        return _first_turns(where, turns)
     if isinstance(instruction := record.get("instruction"), str):
         prompt = instruction + str(record.get("input") or "")
         answer = record.get("output")
@@ -80,11 +104,24 @@ def _pair(path: Path, number: int, record: Mapping[str, Any]) -> tuple[int, int]
         answer = answer[0] if isinstance(answer, list) and answer else answer
     if not isinstance(prompt, str) or not isinstance(answer, str):
         raise UserError(
-            f"{path}, line {number}: no lengths: give input_length and output_length, "
-            "instruction and output, or prompt and answers"
+            f"{where}: no lengths: give input_length and output_length, prompt_tokens and "
+            "completion_tokens, conversations, instruction and output, or prompt and answers"
         )
-    return (_tokens(prompt), _tokens(answer)) if prompt and answer else None
+    return prompt, answer
 
 
-def _tokens(text: str) -> int:
+def _first_turns(where: str, turns: Any) -> tuple[str, str]:
+    """Return the first question of a conversation and the turn after it."""
+    try:
+        values = [(turn["from"], turn["value"]) for turn in turns]
+    except (TypeError, KeyError, IndexError):
+        values = [(None, None)]
+    if not all(isinstance(value, str) for _, value in values):
+        raise UserError(f'{where}: conversations is no list of {{"from": ..., "value": text}}')
+    asked = next((n for n, (by, _) in enumerate(values) if by in ("human", "user")), len(values))
+    first_two = [*(value for _, value in values[asked : asked + 2]), "", ""]
+    return first_two[0], first_two[1]
+
+
+def _estimated(text: str) -> int:
     return ceil(len(text) / CHARACTERS_A_TOKEN)

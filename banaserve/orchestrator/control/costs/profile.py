@@ -41,6 +41,8 @@ class ModelSection:
         layer_weights: Number of parameters of one decoder layer.
         fixed_weights: Number of parameters of embeddings and output head.
         element_bytes: Size of a weight and of a K or V element: 2 for bf16 and fp16.
+        layer_kv_bytes: Size of what one layer keeps of one token, on one device, where the heads do
+            not tell it (MLA, other precisions, heads of another width); 0 where they do.
     """
 
     num_layers: int
@@ -51,6 +53,7 @@ class ModelSection:
     fixed_weights: int
     max_context_tokens: int
     element_bytes: int = 2
+    layer_kv_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "element_bytes"):
@@ -58,7 +61,7 @@ class ModelSection:
                 raise ValueError(f"{name} is {getattr(self, name)}: must be 1 or more")
         if self.layer_weights < 1:
             raise ValueError(f"layer_weights is {self.layer_weights}: must be 1 or more")
-        if self.hidden_size % self.num_heads:
+        if self.hidden_size % self.num_heads and not self.layer_kv_bytes:
             raise ValueError("hidden_size is no multiple of num_heads")
         if self.num_heads % self.num_kv_heads:
             raise ValueError("num_heads is no multiple of num_kv_heads")
@@ -74,7 +77,8 @@ class ModelSection:
 
         The paper's 4 KB is the size for Llama-3.1-8B; a 13B model without GQA has 20,480 bytes.
         """
-        return 2 * self.num_kv_heads * self.head_dim * self.element_bytes
+        of_heads = 2 * self.num_kv_heads * self.head_dim * self.element_bytes
+        return self.layer_kv_bytes or of_heads
 
     @property
     def token_bytes(self) -> int:
