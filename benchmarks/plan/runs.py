@@ -38,6 +38,13 @@ class EngineShape(NamedTuple):
     def num_gpus(self) -> int:
         return self.tensor_parallel * self.data_parallel
 
+    @property
+    def kind(self) -> str:
+        """What kernels the engine runs: attention and experts divided in the same way or not."""
+        if self.data_parallel > 1:
+            return "data"
+        return "experts" if self.expert_parallel > 1 else "tensor"
+
 
 class Workers(NamedTuple):
     """Engines of one shape."""
@@ -165,4 +172,6 @@ def _shape(row: dict[str, str], role: str) -> EngineShape:
     if experts * of_experts > _NODE_GPUS:
         # The number of GPUs is multiplied by the parts of the experts: 64 for 8 with 8 parts.
         tensor, data = (tensor // experts, data) if data == 1 else (tensor, data // experts)
-    return EngineShape(tensor, data, experts)
+    # Rows of data-parallel engines come in pairs with and without whole experts, with the same
+    # figures: such engines have whole experts.
+    return EngineShape(tensor, data, tensor * data if data > 1 else experts)
