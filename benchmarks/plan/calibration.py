@@ -24,6 +24,8 @@ from benchmarks.whole_runs import Simulated, nearest
 
 LEAST_RUNS = 3
 """Fitted runs of a family, at least."""
+_MOST_CLIENTS = 640
+"""Clients of a fitted run, at most: others take minutes."""
 _ROUNDS = 2
 _COLUMNS: Sequence[Sequence[int]] = ((0, 1), (0, 1, 2), (0, 1, 2, 3))
 """Constants that a family may have: factors of GPU time, also of a step, also of a request."""
@@ -58,7 +60,9 @@ class Calibrated(NamedTuple):
 def calibrated(run: ServedRun, fitted: Sequence[ServedRun]) -> Calibrated | None:
     """Return the constants for ``run`` by ``fitted`` runs; None if too few are of its family."""
     for family in Family.all_of(run):
-        own = tuple(one for one in fitted if family in Family.all_of(one))
+        own = tuple(
+            one for one in fitted if one.clients <= _MOST_CLIENTS and family in Family.all_of(one)
+        )
         if len(own) >= LEAST_RUNS:
             return _calibrated(own)
     return None
@@ -92,11 +96,7 @@ def _calibrated(runs: tuple[ServedRun, ...]) -> Calibrated:
         tried.append((float(wrong.sum()), factor, one, way, wrong))
     _, _, known, way, wrong = min(tried, key=lambda one: one[:2])
     known = known._replace(way_s=way[0], way_token_s=way[1])
-    return Calibrated(known, StepError(_typical(of_tpot), _typical(wrong)))
-
-
-def _typical(wrong: Floats) -> float:
-    return float(wrong.mean())
+    return Calibrated(known, StepError(float(of_tpot.mean()), float(wrong.mean())))
 
 
 def _engine(factors: Sequence[float]) -> EngineConstants:
@@ -110,7 +110,9 @@ def _nearest_left_out(parts: Floats, tpot_s: Floats) -> tuple[list[float], Float
     """Return the factors of parts that predict runs left out best, and those errors."""
     tried = []
     for columns in _COLUMNS:
-        wrong = np.array([_left_out(parts[:, columns], tpot_s, place) for place in range(len(parts))])
+        wrong = np.array(
+            [_left_out(parts[:, columns], tpot_s, place) for place in range(len(parts))]
+        )
         tried.append((float(wrong.mean()), columns, wrong))
     _, columns, wrong = min(tried, key=lambda one: one[:2])
     factors = np.zeros(parts.shape[1])

@@ -1,8 +1,8 @@
 """Classical cases of the advice, on step times of measured operators.
 
-All are of Llama-3.1-70B in fp8 on H200, each instance on two GPUs. Constants and errors are those of
-its runs in ``benchmarks/results/silicon-runs.json``; memory is the package's estimate, the link is
-the profile's.
+All are of Llama-3.1-70B in fp8 on H200, each instance on two GPUs. Constants and errors are those
+of its runs in ``benchmarks/results/silicon-runs.json``, memory is the package's estimate, and the
+link is the profile's.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from banaserve_bench.simulation.lengths import draw_measured
 _MODEL, _GPU, _GPUS = "nvidia/Llama-3.1-70B-Instruct-FP8", "h200_sxm", 2
 _CONSTANTS = EngineConstants(6.0e-4, 2.6e-5, 0.98, 1.19)
 _ERROR = ErrorSection(ttft=0.056, tpot=0.037, latency=0.037)
-_KV_TOKENS = 1_100_000
-_NUM_LOADS = 3
-_DURATION_S = 20.0
+_KV_TOKENS = 1_166_945
+_FEW_TOKENS = 120_000
+"""KV cache beside which memory holds hardly more than weights."""
+_NUM_LOADS = 5
+_DURATION_S = 30.0
 _TURNS = 6
-_TURN_BLOCKS = 2
+_TURN_BLOCKS = 4
 _BLOCK_TOKENS = 512
 """Tokens of a block whose hash a trace has."""
 
@@ -44,6 +46,7 @@ class ClassicalCase(NamedTuple):
     Attributes:
         right: Answers that are right.
         reason: Counter-offer that the advice has to make; None for none.
+        kv_tokens: Tokens that fit into the KV cache of an instance.
     """
 
     name: str
@@ -52,6 +55,7 @@ class ClassicalCase(NamedTuple):
     right: Sequence[Answer]
     instances: int = 4
     reason: str | None = None
+    kv_tokens: int = _KV_TOKENS
 
 
 def _arrivals(
@@ -65,15 +69,18 @@ def _arrivals(
 
 def _even(prompt: int, output: int) -> Callable[[random.Random], tuple[int, int]]:
     def lengths(draws: random.Random) -> tuple[int, int]:
-        return tuple(round(most * draws.uniform(0.8, 1.2)) for most in (prompt, output))
+        return round(prompt * draws.uniform(0.8, 1.2)), round(output * draws.uniform(0.8, 1.2))
 
     return lengths
 
 
 def _like(name: str) -> Callable[[random.Random], tuple[int, int]]:
     def lengths(draws: random.Random) -> tuple[int, int]:
-        found = (draw_measured(f"{name}_{part}", draws) for part in ("prompt", "output"))
-        return tuple(max(2, round(one)) for one in found)
+        prompt, output = (
+            draw_measured(f"{name}_prompt", draws),
+            draw_measured(f"{name}_output", draws),
+        )
+        return round(prompt), max(2, round(output))
 
     return lengths
 
@@ -94,30 +101,32 @@ def cases() -> Iterator[ClassicalCase]:
     """Yield the classical cases."""
     not_yes = (Answer.NO, Answer.CANNOT_TELL)
     for name, rates, limits in (
-        ("alpaca", (20, 60), LatencyLimits(0.5, 0.05)),
+        ("alpaca", (10, 40), LatencyLimits(0.5, 0.05)),
         ("longbench", (2, 4), LatencyLimits(5.0, 0.1)),
     ):
         for rate in rates:
             rows = partial(_arrivals, rate_per_s=rate, lengths=_like(name))
             yield ClassicalCase(f"the paper's {name}, {rate:g}/s", rows, limits, not_yes)
-    rows = partial(_arrivals, rate_per_s=3, lengths=_even(8000, 200))
+    rows = partial(_arrivals, rate_per_s=2, lengths=_even(8000, 200))
     tight = LatencyLimits(3.0, 0.02)
     yield ClassicalCase("long prompts, tight TPOT", rows, tight, (Answer.YES,))
-    rows = partial(_chats, rate_per_s=6)
+    rows = partial(_chats, rate_per_s=11)
     limits = LatencyLimits(1.0, 0.05)
     yield ClassicalCase("chats with shared prefixes", rows, limits, not_yes, reason="store")
     rows = partial(_arrivals, rate_per_s=5, lengths=_even(200, 50))
     yield ClassicalCase("one device", rows, limits, (Answer.NO,), instances=1)
-    rows = partial(_arrivals, rate_per_s=6, lengths=_even(4000, 4000))
-    limits = LatencyLimits(5.0, 0.05)
-    yield ClassicalCase("decode bound by memory", rows, limits, not_yes, reason="instances")
+    rows = partial(_arrivals, rate_per_s=20, lengths=_even(1000, 1000))
+    limits = LatencyLimits(3.0, 0.05)
+    yield ClassicalCase(
+        "decode bound by memory", rows, limits, not_yes, reason="instances", kv_tokens=_FEW_TOKENS
+    )
 
 
 def advised(case: ClassicalCase) -> Advice:
     """Return the advice for a case."""
     loads = [list(case.rows(random.Random(seed))) for seed in range(_NUM_LOADS + 1)]
     profile = load("llama-3.1-70b-h100-tp4")
-    memory = replace(profile.memory, kv_tokens=_KV_TOKENS)
+    memory = replace(profile.memory, kv_tokens=case.kv_tokens)
     times = AiconfiguratorTimes(_MODEL, _GPU, _GPUS)
     measured = StepTimesDescription("", "", "", "", _ERROR, _CONSTANTS, times)
     asked = PlanQuestion(

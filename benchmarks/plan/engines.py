@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from banaserve.base.errors import UserError
 from banaserve_bench.silicon.aiconfigurator import AiconfiguratorTimes
-from banaserve_bench.silicon.step_times import GpuStepTimes
 from benchmarks.plan.runs import EngineShape, ServedRun
+from benchmarks.whole_runs import KnownEngine
 
 STEP_TOKENS = 8192
 """Prompt tokens of a step, for each data-parallel group."""
@@ -19,15 +19,11 @@ ATTENTION = "bfloat16"
 """Precision of DeepSeek's attention of prompts: the package has no other measurements of it."""
 
 
-class KnownEngine(NamedTuple):
-    """Operators of an engine, and the tokens that fit into the KV cache of one of its groups."""
-
-    times: GpuStepTimes
-    kv_tokens: int
-
-
 def engine_of(run: ServedRun, shape: EngineShape) -> KnownEngine | None:
-    """Return an engine of ``run``; None if the package lacks its operators."""
+    """Return an engine of ``run``, with the KV cache of one of its data-parallel groups.
+
+    None if the package lacks its operators.
+    """
     return _engine(run.backend, checkpoint(run), run.gpu, shape)
 
 

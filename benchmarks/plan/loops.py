@@ -14,10 +14,10 @@ from banaserve.sim.instances.engine import SimEngine
 from banaserve.sim.request import SimRequest
 from banaserve.sim.timeline import Timeline
 from banaserve_bench.silicon.costs import EngineConstants, MeasuredCosts
-from benchmarks.plan.engines import STEP_TOKENS, KnownEngine
-from benchmarks.plan.runs import ServedRun, Workers
+from benchmarks.plan.engines import STEP_TOKENS
+from benchmarks.plan.runs import EngineGroup, ServedRun
 from benchmarks.silicon import Floats
-from benchmarks.whole_runs import Simulated
+from benchmarks.whole_runs import KnownEngine, Simulated
 
 _PROFILE = load("llama-3.1-8b-h100")
 """Gives a simulated engine what step times do not need."""
@@ -86,7 +86,7 @@ class ServedLoop:
         return Simulated(float(ttft), float(tpot), parts)
 
     def _engines(
-        self, role: str, workers: Workers, known: KnownEngine, constants: EngineConstants
+        self, role: str, workers: EngineGroup, known: KnownEngine, constants: EngineConstants
     ) -> list[SimEngine]:
         groups = workers.shape.data_parallel
         limits = EngineLimits(

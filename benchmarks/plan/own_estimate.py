@@ -1,8 +1,8 @@
 """AIConfigurator's own estimates of runs, from the package and nothing fitted.
 
-Aggregated engines are estimated by the package itself (``run_agg``), for the prompt tokens of a step
-that its search tries. Of a split the package estimates prefill and decode (``run_static``); that
-they are matched by the slower rate, and the factors below, are of the package aiconfigurator
+Aggregated engines are estimated by the package itself (``run_agg``), for the prompt tokens of a
+step that its search tries. Of a split the package estimates prefill and decode (``run_static``).
+That the slower of both decides, and the factors below, are of the package aiconfigurator
 (``sdk/picking.py``, ``sdk/task_v2.py``), which searches with it and is not needed here.
 """
 
@@ -48,7 +48,8 @@ def _aggregated(run: ServedRun) -> Iterator[OwnEstimate]:
         asked = model.asked(run, batch)
         found = model.backend.run_agg(model.model, model.database, asked, ctx_tokens=tokens)
         row = found.get_summary_df().iloc[0]
-        yield OwnEstimate(Means(row["ttft"] / 1e3, row["tpot"] / 1e3), float(row["tokens/s/gpu"]))
+        means = Means(float(row["ttft"]) / 1e3, float(row["tpot"]) / 1e3)
+        yield OwnEstimate(means, float(row["tokens/s/gpu"]))
 
 
 def _split(run: ServedRun) -> OwnEstimate:
@@ -62,8 +63,9 @@ def _split(run: ServedRun) -> OwnEstimate:
     )
     prompts = _PREFILL_RATE * run.prefill.number * of_prefill["seq/s"]
     answers = _DECODE_RATE * run.engines.number * of_decode["seq/s"]
-    means = Means(_TTFT_QUEUEING * of_prefill["ttft"] / 1e3, of_decode["tpot"] / 1e3)
-    return OwnEstimate(means, min(prompts, answers) * run.output_tokens / run.num_gpus)
+    ttft_s = _TTFT_QUEUEING * float(of_prefill["ttft"]) / 1e3
+    rate = float(min(prompts, answers)) * run.output_tokens / run.num_gpus
+    return OwnEstimate(Means(ttft_s, float(of_decode["tpot"]) / 1e3), rate)
 
 
 def _batch(run: ServedRun) -> int:

@@ -46,7 +46,7 @@ class EngineShape(NamedTuple):
         return "experts" if self.expert_parallel > 1 else "tensor"
 
 
-class Workers(NamedTuple):
+class EngineGroup(NamedTuple):
     """Engines of one shape."""
 
     number: int
@@ -74,8 +74,8 @@ class ServedRun(NamedTuple):
     precision: str
     prompt_tokens: int
     output_tokens: int
-    prefill: Workers | None
-    engines: Workers
+    prefill: EngineGroup | None
+    engines: EngineGroup
     clients: int
     ttft_s: float
     tpot_s: float
@@ -153,15 +153,15 @@ def _run(row: dict[str, str]) -> ServedRun:
         int(row["isl"]),
         int(row["osl"]),
         _workers(row, "prefill_") if is_split else None,
-        _workers(row, "decode_") if is_split else Workers(1, _shape(row, "")),
+        _workers(row, "decode_") if is_split else EngineGroup(1, _shape(row, "")),
         int(clients.group(1)) if clients else 0,
         float(row["silicon_ttft_ms"]) / 1e3,
         float(row["silicon_tpot_ms"]) / 1e3,
     )
 
 
-def _workers(row: dict[str, str], role: str) -> Workers:
-    return Workers(int(row[f"{role}num_workers"]), _shape(row, role))
+def _workers(row: dict[str, str], role: str) -> EngineGroup:
+    return EngineGroup(int(row[f"{role}num_workers"]), _shape(row, role))
 
 
 def _shape(row: dict[str, str], role: str) -> EngineShape:
