@@ -1,4 +1,4 @@
-"""Whether a split pays, by measured means, and the advisor's verdict by simulated ones. Pure."""
+"""Verdict on a split by measured means, and the advisor's by simulated ones. Pure."""
 
 from __future__ import annotations
 
