@@ -16,6 +16,7 @@ import numpy as np
 
 from banaserve_bench.plan.trial import StepError
 from banaserve_bench.silicon.costs import EngineConstants
+from banaserve_bench.silicon.description import ErrorSection
 from benchmarks.plan.engines import engine_of
 from benchmarks.plan.loops import RunConstants, ServedLoop
 from benchmarks.plan.runs import ServedRun
@@ -30,7 +31,7 @@ _ROUNDS = 2
 _COLUMNS: Sequence[Sequence[int]] = ((0, 1), (0, 1, 2), (0, 1, 2, 3))
 """Constants that a family may have: factors of GPU time, also of a step, also of a request."""
 _LEAST_FACTOR = 0.1
-_PROMPT_FACTORS = tuple(0.5 * 1.2**n for n in range(9))
+_PROMPT_FACTORS = tuple(0.5 * 1.4**n for n in range(5))
 _START = RunConstants(way_s=0.03)
 
 
@@ -51,7 +52,7 @@ class Family(NamedTuple):
 
 
 class Calibrated(NamedTuple):
-    """Constants of a family, and their error on runs left out one by one."""
+    """Constants of a family, and the advisor's error of them, by runs left out one by one."""
 
     constants: RunConstants
     error: StepError
@@ -96,7 +97,9 @@ def _calibrated(runs: tuple[ServedRun, ...]) -> Calibrated:
         tried.append((float(wrong.sum()), factor, one, way, wrong))
     _, _, known, way, wrong = min(tried, key=lambda one: one[:2])
     known = known._replace(way_s=way[0], way_token_s=way[1])
-    return Calibrated(known, StepError(float(of_tpot.mean()), float(wrong.mean())))
+    of_step = float(of_tpot.mean())
+    error = ErrorSection(float(wrong.mean()), of_step, latency=of_step)
+    return Calibrated(known, StepError.of(error))
 
 
 def _engine(factors: Sequence[float]) -> EngineConstants:

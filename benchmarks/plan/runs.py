@@ -87,7 +87,9 @@ class ServedRun(NamedTuple):
     @property
     def is_even(self) -> bool:
         """True if the hash of the run's configuration is even."""
-        return is_fitted(repr(self[1:11]))
+        engines = [] if self.prefill is None else [self.prefill]
+        of_engines = [(group.number, *group.shape) for group in (*engines, self.engines)]
+        return is_fitted(repr((*self[1:8], *of_engines, self.clients)))
 
     @property
     def stack(self) -> tuple[str, ...]:
