@@ -40,15 +40,14 @@ class Family(NamedTuple):
 
     stack: tuple[str, ...]
     is_split: bool
-    kind: str | None = None
+    kind: str
     version: str | None = None
 
     @classmethod
     def all_of(cls, run: ServedRun) -> Sequence[Family]:
         """Return the families of ``run``, the closest first."""
-        kind = run.engines.shape.kind
-        widest = cls(run.stack, run.is_split)
-        return cls(*widest[:2], kind, run.version), cls(*widest[:2], kind), widest
+        wide = cls(run.stack, run.is_split, run.engines.shape.kind)
+        return wide._replace(version=run.version), wide
 
 
 class Calibrated(NamedTuple):
@@ -84,7 +83,7 @@ def _calibrated(runs: tuple[ServedRun, ...]) -> Calibrated:
     for _ in range(_ROUNDS):
         parts = np.array([simulated(run, known).parts for run in runs])
         factors, of_tpot = _nearest_left_out(parts, tpot_s)
-        known = known._replace(engine=_engine(factors))
+        known = known._replace(engine=_engine(factors, has_prompts=bool(parts[:, 1].any())))
     lengths = np.array([run.prompt_tokens for run in runs], dtype=float)
     ways = np.stack([np.ones(len(runs)), lengths], axis=1)
     tried = []
@@ -102,11 +101,10 @@ def _calibrated(runs: tuple[ServedRun, ...]) -> Calibrated:
     return Calibrated(known, StepError.of(error))
 
 
-def _engine(factors: Sequence[float]) -> EngineConstants:
+def _engine(factors: Sequence[float], has_prompts: bool) -> EngineConstants:
     decode, prompt, host_s, request_s = factors
-    return EngineConstants(
-        host_s, request_s, max(_LEAST_FACTOR, decode), prompt if prompt > _LEAST_FACTOR else 1.0
-    )
+    of_prompts = max(_LEAST_FACTOR, prompt) if has_prompts else 1.0
+    return EngineConstants(host_s, request_s, max(_LEAST_FACTOR, decode), of_prompts)
 
 
 def _nearest_left_out(parts: Floats, tpot_s: Floats) -> tuple[list[float], Floats]:
