@@ -15,8 +15,9 @@ to 5%.
 The verdict is that of the advisor's rule, on simulated closed loops with the step times of the
 package's operators of each backend, longer and shorter by their error. Constants, and the error on
 runs left out, are of configurations with an even hash; judged are the others, but for kinds of
-engines without three fitted runs. The same is done with the halves swapped. Beside it is what AIConfigurator estimates for the same runs: it recommends
-the higher rate, without an error. Then come the classical cases, on operators of vLLM.
+engines without three fitted runs. The same is done with the halves swapped. Beside it is what
+AIConfigurator estimates for the same runs: it recommends the higher rate, without an error. Then
+come the classical cases, on operators of vLLM.
 """
 
 from __future__ import annotations
