@@ -22,7 +22,7 @@ from banaserve.base import models
 from banaserve.contracts.environment import set_environment
 from banaserve.orchestrator.control.costs.profile import DecodeSection, PrefillSection
 from banaserve_bench.results.result import machine
-from banaserve_bench.statistics import median
+from banaserve_bench.results.statistics import median
 from benchmarks.measurement import Measurement, model_of, parser_of
 
 NAME = "smollm2-135m-cpu"

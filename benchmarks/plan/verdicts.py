@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import log
 from typing import NamedTuple
 
-from banaserve.base.statistics import Interval
 from banaserve.sim.result import LatencyLimits
 from banaserve_bench.plan.gain import MOST_RATIO, Gain
+from banaserve_bench.results.statistics import Interval
 from benchmarks.plan.runs import ServedRun
 
 _NEAR = 2.0
