@@ -59,6 +59,12 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
         "orchestrator": (*_SIMULATOR, "benchmarks/orchestrator.py"),
         "pacing": (*_PACE, "benchmarks/pacing.py"),
         "pipeline": (*_STORE, "banaserve/engine/connector", "benchmarks/pipeline.py", *_TRACED),
+        "plan": (
+            *_SILICON,
+            "benchmarks/whole_runs.py",
+            "bench/banaserve_bench/plan",
+            "benchmarks/plan",
+        ),
         "prefix-ttft": (*_REQUESTS, "benchmarks/prefix_ttft.py"),
         "rebalancing": (*_REQUESTS, *_PACE, "banaserve/orchestrator", "benchmarks/rebalancing.py"),
         "recovery": (*_REQUESTS, "banaserve/serving/instances", "benchmarks/recovery"),

@@ -71,6 +71,10 @@ BENCHMARKS = {
     "pipeline": Benchmark(
         "benchmarks.pipeline", "How much of the store's transfers hides behind computing?"
     ),
+    "plan": Benchmark(
+        "benchmarks.plan.command",
+        "Does `banaserve plan` say yes only where a split has paid on real GPUs?",
+    ),
     "prefix-ttft": Benchmark(
         "benchmarks.prefix_ttft", "Is a cached prefix ever slower than computing it?"
     ),

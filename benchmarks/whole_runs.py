@@ -422,7 +422,7 @@ def fitted(runs: Sequence[WholeRun], engines: Mapping[tuple[Any, ...], KnownEngi
 
 def _fit(runs: Sequence[WholeRun], found: Sequence[Simulated], known: Constants) -> Constants:
     """Return the constants with which the parts of simulated runs come nearest to the real ones."""
-    decode, prompt, host_s, request_s = _nearest(
+    decode, prompt, host_s, request_s = nearest(
         np.array([one.parts for one in found]), np.array([run.tpot_s for run in runs])
     )
     in_flight = known.engine.steps_in_flight
@@ -433,10 +433,10 @@ def _fit(runs: Sequence[WholeRun], found: Sequence[Simulated], known: Constants)
     left_s = np.array([run.ttft_s - one.ttft_s for run, one in zip(runs, found, strict=True)])
     columns = np.stack([np.ones(len(runs)), lengths], axis=1)
     real_s = np.array([run.ttft_s for run in runs])
-    return Constants(engine, *_nearest(columns, left_s + ways_s, real_s))
+    return Constants(engine, *nearest(columns, left_s + ways_s, real_s))
 
 
-def _nearest(columns: Floats, values: Floats, scale: Floats | None = None) -> list[float]:
+def nearest(columns: Floats, values: Floats, scale: Floats | None = None) -> list[float]:
     """Return coefficients of 0 or more whose relative errors have the least sum.
 
     Args:

@@ -120,7 +120,8 @@ def _runs(draws: Random, spread: float) -> GoodputRuns:
 
 def test_the_error_of_ttft_beyond_that_of_steps_moves_its_limit() -> None:
     error = StepError.of(ErrorSection(0.1, 0.02, 0.03, ttft_p99=0.21))
-    assert error == StepError(0.03, 0.21)
+    # Mean errors are exceeded by two of five; three of four are within 1.44 times as much.
+    assert (error.step, error.ttft) == pytest.approx((0.0432, 0.3024))
     slow, told, fast = scenarios(LIMITS, StepError(0.1, 0.21))
     assert (slow.factor, told.factor) == (1.1, 1.0)
     assert fast.factor == pytest.approx(1 / 1.1)

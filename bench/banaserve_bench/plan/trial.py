@@ -21,11 +21,17 @@ from banaserve_bench.simulation.run import simulate
 
 _LEAST_S = 1e-9
 _WITH_WAY = ("ttft_mean_s", "ttft_p50_s", "ttft_p99_s", "e2e_mean_s", "e2e_p99_s")
+_OF_MEAN = 1.44
+"""75th percentile of normal errors' sizes, over their mean.
+
+Two systems with errors of that size in opposite directions bound the ratio in nine of ten cases;
+errors of their mean size did so too rarely for runs on real GPUs (``benchmarks/plan``).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class StepError:
-    """Relative errors of simulated times, without sign.
+    """Relative errors of simulated times that three of four do not exceed, without sign.
 
     Attributes:
         step: Error of all step times.
@@ -37,9 +43,9 @@ class StepError:
 
     @classmethod
     def of(cls, error: ErrorSection) -> StepError:
-        """Return the larger one of the errors of means and of percentiles."""
+        """Return the errors for mean ones: the larger one of those of means and of percentiles."""
         step = [error.tpot, error.tpot_p99, error.latency]
-        return cls(_largest(step), _largest([error.ttft, error.ttft_p99]))
+        return cls(_OF_MEAN * _largest(step), _OF_MEAN * _largest([error.ttft, error.ttft_p99]))
 
 
 class Scenario(NamedTuple):

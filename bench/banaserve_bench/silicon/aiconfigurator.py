@@ -18,19 +18,22 @@ PRECISIONS = ("gemm", "moe", "kvcache", "fmha")
 
 
 class AiconfiguratorTimes:
-    """Step times of one engine of vLLM (``GpuStepTimes``), from operators of aiconfigurator-core.
+    """Step times of one engine (``GpuStepTimes``), from operators of aiconfigurator-core.
 
     Attention of a mixed step is the sum of its parts, since the package has no measurements of
-    kernels that compute both at once.
+    kernels that compute both at once. Data-parallel groups step together; a step's prompts and
+    requests are spread over them evenly, so that it takes as long as the group with most of them.
 
     Args:
         model: Folder with a config.json, or a name whose config.json the package brings.
         system: Name of the GPU in the package, such as ``h100_sxm``.
-        tensor_parallel: Number of GPUs of the engine.
+        tensor_parallel: Number of GPUs of the engine, or of each of its data-parallel groups.
         expert_parallel: True if each GPU holds whole experts instead of a part of each.
         precisions: The package's names of precisions by kind of operator, such as ``fp8`` for
             ``gemm``; the config.json's where there is none. Its GEMMs with block scales
             (``fp8_block``) are several times slower than those that vLLM runs.
+        data_parallel: Number of groups of GPUs with requests of their own.
+        backend: Engine whose operators they are, as the package names it.
 
     Raises:
         UserError: The package is not installed, or has no operators for this model and GPU.
@@ -43,6 +46,8 @@ class AiconfiguratorTimes:
         tensor_parallel: int = 1,
         expert_parallel: bool = False,
         precisions: Mapping[str, str] | None = None,
+        data_parallel: int = 1,
+        backend: str = "vllm",
     ) -> None:
         try:
             from aiconfigurator_core.sdk.engine import EngineHandle
@@ -50,14 +55,17 @@ class AiconfiguratorTimes:
             raise UserError(PACKAGE_MISSING) from error
         # The package logs each table that it replaces by a similar one.
         logging.getLogger("aiconfigurator_core").setLevel(logging.ERROR)
-        experts = tensor_parallel if expert_parallel else 1
+        width = tensor_parallel * data_parallel
+        experts = width if expert_parallel else 1
+        self._groups = data_parallel
         try:
             self._engine: Any = EngineHandle.compile(
                 model,
                 system,
-                "vllm",
+                backend,
                 tp_size=tensor_parallel,
-                moe_tp_size=tensor_parallel // experts,
+                attention_dp_size=data_parallel,
+                moe_tp_size=width // experts,
                 moe_ep_size=experts,
                 **{f"{kind}_quant_mode": name for kind, name in (precisions or {}).items()},
             )
@@ -71,12 +79,16 @@ class AiconfiguratorTimes:
         """Return the GPU's time of one step; see ``GpuStepTimes``."""
         engine = self._engine
         each = max(1, round(context / batch)) if batch else 0
+        batch = -(-batch // self._groups)
         if not tokens:
             return float(engine.predict_decode_latency(batch, each)) / 1e3
         # Several prompts in a step are as many equal ones with as many pairs together.
         computed = max(0, round((pairs / tokens - tokens) / 2))
         length = max(1, min(tokens, round(pairs / tokens - 2 * computed)))
         prompts = max(1, round(tokens / length))
+        if self._groups > 1:
+            prompts = -(-prompts // self._groups)
+            tokens = prompts * length
         total_ms = float(engine.predict_prefill_latency(prompts, computed + length, computed))
         if batch:
             # The package attends to a chunk's computed tokens only where nothing decodes.

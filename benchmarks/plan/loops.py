@@ -1,0 +1,165 @@
+"""Closed loops of clients on simulated engines, split or aggregated."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from banaserve.base.types import InstanceId
+from banaserve.orchestrator.control.costs.profile import load
+from banaserve.sim.instances.batch import EngineLimits
+from banaserve.sim.instances.engine import SimEngine
+from banaserve.sim.request import SimRequest
+from banaserve.sim.timeline import Timeline
+from banaserve_bench.silicon.costs import EngineConstants, MeasuredCosts
+from benchmarks.plan.engines import STEP_TOKENS
+from benchmarks.plan.runs import EngineGroup, ServedRun
+from benchmarks.silicon import Floats
+from benchmarks.whole_runs import KnownEngine, Simulated
+
+_PROFILE = load("llama-3.1-8b-h100")
+"""Gives a simulated engine what step times do not need."""
+_REQUESTS_PER_CLIENT = 10
+_LEAST_LENGTH = 0.8
+
+
+class RunConstants(NamedTuple):
+    """Constants of a run's engines, and of a request's way outside of their steps.
+
+    Attributes:
+        engine: Constants of the engines that decode.
+        prefill: Constants of the engines that only compute prompts.
+        way_s: Time of a request outside of steps, in seconds.
+        way_token_s: Increase of that time with each token of the prompt, in seconds.
+    """
+
+    engine: EngineConstants = EngineConstants()
+    prefill: EngineConstants = EngineConstants()
+    way_s: float = 0.0
+    way_token_s: float = 0.0
+
+
+class ServedLoop:
+    """Clients of simulated engines, each with one request at a time.
+
+    Of a split, a prompt is computed by the prefill engine with the fewest requests, and decoded by
+    the decode engine with the fewest.
+
+    Args:
+        prefill: Operators of an engine that only computes prompts; None if there is none.
+        slowdown: Factor of all step times.
+    """
+
+    def __init__(
+        self,
+        run: ServedRun,
+        engine: KnownEngine,
+        prefill: KnownEngine | None,
+        constants: RunConstants,
+        slowdown: float = 1.0,
+    ) -> None:
+        random = np.random.default_rng(0)
+        num_requests = _REQUESTS_PER_CLIENT * run.clients
+        self._prompts, self._outputs = (
+            random.integers(int(_LEAST_LENGTH * most), most + 1, num_requests).tolist()
+            for most in (run.prompt_tokens, run.output_tokens)
+        )
+        self._timeline = Timeline()
+        self._run, self._known, self._slowdown = run, constants, slowdown
+        self._parts: dict[InstanceId, Floats] = {}
+        self._decoders = self._engines("d", run.engines, engine, constants.engine)
+        self._entries = self._decoders
+        if run.prefill is not None and prefill is not None:
+            self._entries = self._engines("p", run.prefill, prefill, constants.prefill)
+        self._begun: dict[int, tuple[InstanceId, Floats]] = {}
+        self._sent = 0
+        self._ended: list[tuple[float, float, Floats]] = []
+
+    def run(self) -> Simulated:
+        """Return the means over all requests."""
+        for _ in range(self._run.clients):
+            self._send()
+        self._timeline.run()
+        ttft, tpot, parts = (np.mean(one, axis=0) for one in zip(*self._ended, strict=True))
+        return Simulated(float(ttft), float(tpot), parts)
+
+    def _engines(
+        self, role: str, workers: EngineGroup, known: KnownEngine, constants: EngineConstants
+    ) -> list[SimEngine]:
+        groups = workers.shape.data_parallel
+        limits = EngineLimits(
+            groups * STEP_TOKENS, self._run.clients, plans_ahead=constants.steps_in_flight > 1
+        )
+        found = []
+        for number in range(workers.number):
+            costs = MeasuredCosts(_PROFILE, known.times, constants)
+            costs.slowdown = self._slowdown
+            engine = SimEngine(
+                InstanceId(f"{role}{number}"),
+                self._timeline,
+                costs,
+                limits,
+                groups * known.kv_tokens,
+                self._fetch,
+                self._prefilled,
+                self._end,
+                lambda _engine, request: None,
+            )
+            self._parts[engine.name] = np.zeros(4)
+            engine.observe = partial(self._observe, engine.name)
+            found.append(engine)
+        return found
+
+    def _send(self) -> None:
+        number = self._sent
+        if number == len(self._prompts):
+            return
+        self._sent += 1
+        prompt, output = self._prompts[number], self._outputs[number]
+        request = SimRequest(number, self._timeline.now_s, prompt, output)
+        way_s = self._known.way_s + self._known.way_token_s * prompt
+        self._timeline.after(way_s, self._enter, request)
+
+    def _enter(self, request: SimRequest) -> None:
+        min(self._entries, key=_num_requests).submit(request)
+
+    def _prefilled(self, engine: SimEngine, request: SimRequest) -> bool:
+        if self._run.prefill is None:
+            self._begin(engine, request)
+            return True
+        engine.release(request.kv_tokens)
+        min(self._decoders, key=_num_requests).submit(request)
+        return False
+
+    def _fetch(self, engine: SimEngine, request: SimRequest) -> None:
+        # The decode engine sends the first token, too.
+        request.first_s = self._timeline.now_s
+        self._begin(engine, request)
+        engine.join(request)
+
+    def _begin(self, engine: SimEngine, request: SimRequest) -> None:
+        self._begun.setdefault(request.id, (engine.name, self._parts[engine.name].copy()))
+
+    def _observe(
+        self, name: InstanceId, start_s: float, took_s: float, steps: int, batch: int, tokens: int
+    ) -> None:
+        known = self._known.engine
+        gpu_s = took_s / self._slowdown - steps * (known.host_s + batch * known.host_request_s)
+        if tokens:
+            self._parts[name] += (0.0, gpu_s / known.prompt_factor, steps, steps * batch)
+        else:
+            self._parts[name] += (gpu_s / known.decode_factor, 0.0, steps, steps * batch)
+
+    def _end(self, engine: SimEngine, request: SimRequest) -> None:
+        gaps = max(1, request.output_tokens - 1)
+        ttft_s = request.first_s - request.arrival_s
+        tpot_s = (request.end_s - request.first_s) / gaps
+        name, before = self._begun.pop(request.id)
+        self._ended.append((ttft_s, tpot_s, (self._parts[name] - before) / gaps))
+        self._send()
+
+
+def _num_requests(engine: SimEngine) -> int:
+    return len(engine.waiting) + engine.num_running
