@@ -121,7 +121,8 @@ def _question(options: PlanOptions) -> tuple[SimulationJob, PlanQuestion]:
     if instances is None:
         instances = len(next(iter(planned.systems.values())).roles()) if case else _INSTANCES
     measured = None if options.step_times is None else step_times.read(options.step_times)
-    error = None if measured is None else StepError.of(measured.error)
+    stated = planned.profile.error if measured is None else measured.error
+    error = None if stated is None else StepError.of(stated)
     if options.step_error is not None:
         error = StepError(options.step_error, options.step_error)
     usual_most = MOST_STEP_TOKENS if measured is None else USUAL_STEP_TOKENS

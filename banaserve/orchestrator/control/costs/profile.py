@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from math import isfinite
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -25,6 +25,7 @@ _MOST = {
     "max_context_tokens": 100_000_000,
     "kv_tokens": 1_000_000_000,
     "block_tokens": 4096,
+    **dict.fromkeys(("ttft", "tpot", "latency", "ttft_p99", "tpot_p99"), 1.0),
 }
 
 Section = TypeVar("Section")
@@ -115,10 +116,25 @@ class MemorySection:
 
 
 @dataclass(frozen=True, slots=True)
+class ErrorSection:
+    """Relative errors of means and 99th percentiles, against runs that were not fitted.
+
+    Those of percentiles are nan if the runs tell means only.
+    """
+
+    ttft: float
+    tpot: float
+    latency: float
+    ttft_p99: float = nan
+    tpot_p99: float = nan
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """A modelled device with a modelled model; its times are computed, not measured.
 
     Attributes:
+        error: Error of the step times; None if it is unknown.
         facts: Facts of an instance whose memory is just large enough for its KV.
     """
 
@@ -130,6 +146,7 @@ class Profile:
     decode_large: DecodeSection | None
     memory: MemorySection
     link: Link
+    error: ErrorSection | None = None
     facts: InstanceFacts = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -179,7 +196,8 @@ def load(name_or_path: str) -> Profile:
         path = BUILT_IN / f"{name_or_path}.toml"
     table = read_toml(path)
     known = ("name", "source", "model", "prefill", "decode", "memory", "link")
-    check_keys(path, "", table, known, required=known)
+    check_keys(path, "", table, (*known, "error"), required=known)
+    error = table.get("error")
     decode = table["decode"]
     if not isinstance(decode, Mapping):
         raise UserError(f"{path}: decode is no section")
@@ -198,6 +216,7 @@ def load(name_or_path: str) -> Profile:
         None if large is None else read_section(path, "decode.large", large, DecodeSection),
         read_section(path, "memory", table["memory"], MemorySection),
         read_section(path, "link", table["link"], Link, ("sync_s", "hop_s")),
+        None if error is None else read_section(path, "error", error, ErrorSection),
     )
 
 
