@@ -17,6 +17,7 @@ from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve_bench.plan.advisor import PlanQuestion, advise, screen
 from banaserve_bench.plan.candidates import MOST_STEP_TOKENS, USUAL_STEP_TOKENS
 from banaserve_bench.plan.loads import read_loads
+from banaserve_bench.plan.probe.command import probe_command
 from banaserve_bench.plan.report import PlanReport, first_words
 from banaserve_bench.plan.trial import Device, StepError
 from banaserve_bench.silicon import description as step_times
@@ -139,4 +140,4 @@ def _question(options: PlanOptions) -> tuple[SimulationJob, PlanQuestion]:
     )
 
 
-app = App(plan_command)
+app = App(plan_command, "", probe=probe_command)
