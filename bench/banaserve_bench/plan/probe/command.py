@@ -159,7 +159,8 @@ def _probed(options: ProbeOptions, target: ServerUnderTest, unseen: Unseen) -> P
         unseen.profile.memory.kv_tokens,
         options.step_tokens,
     )
-    samples = _measured(options, target, limits)
+    found = _measured(options, target, limits)
+    samples = found.calm()
     fit = StepFit.of(samples.prompt_steps(limits, fitted=True), samples.batch_steps(fitted=True))
     name = options.save.stem if options.save else Path(target.model).name
     profile = replace(unseen.profile, name=name, prefill=fit.prefill, decode_small=fit.decode)
@@ -170,7 +171,7 @@ def _probed(options: ProbeOptions, target: ServerUnderTest, unseen: Unseen) -> P
         source=f"banaserve plan probe of {Path(target.model).name}, {at}, {_range(samples)}",
         error=stated_error(errors),
     )
-    return ProbeReport(target, profile, errors, samples, unseen.assumed)
+    return ProbeReport(target, profile, errors, samples, len(found.loads), unseen.assumed)
 
 
 def _measured(options: ProbeOptions, target: ServerUnderTest, limits: ProbeLimits) -> ProbeSamples:

@@ -9,11 +9,9 @@ from banaserve.orchestrator.control.costs.profile import ErrorSection, Profile
 from banaserve.sim.cluster.cluster import SimCluster
 from banaserve.sim.request import SimRequest
 from banaserve.sim.system import preset
-from banaserve_bench.loadgen.client import RequestRecord
 from banaserve_bench.plan.probe.fit import StepFit
-from banaserve_bench.plan.probe.measuring import ProbeSamples
+from banaserve_bench.plan.probe.measuring import MixedRequest, ProbeSamples
 from banaserve_bench.plan.probe.schedule import ProbeLimits
-from banaserve_bench.serving.summary import output_tokens, tpot_s
 from banaserve_bench.simulation.run import tallied
 
 _LEAST_ERROR = 1e-4
@@ -53,7 +51,7 @@ def held_out_errors(
     return [
         HeldOutErrors("prefill", "ttft", fit.errors_of(samples.prompt_steps(limits, fitted=False))),
         HeldOutErrors("decode", "tpot", fit.errors_of(samples.batch_steps(fitted=False))),
-        *_mixed_errors(samples.loads, profile, limits),
+        *_mixed_errors(samples.mixed(), profile, limits),
     ]
 
 
@@ -67,33 +65,27 @@ def stated_error(found: Sequence[HeldOutErrors]) -> ErrorSection:
 
 
 def _mixed_errors(
-    loads: Sequence[Sequence[RequestRecord]], profile: Profile, limits: ProbeLimits
+    real: Sequence[MixedRequest], profile: Profile, limits: ProbeLimits
 ) -> list[HeldOutErrors]:
-    errors: dict[str, list[float]] = {"ttft": [], "tpot": [], "latency": []}
-    for records in loads:
-        simulated = _simulated(records, profile, limits)
-        for own, real in zip(simulated, map(_figures, records), strict=True):
-            for figure, value in own.items():
-                errors[figure].append(abs(value - real[figure]) / real[figure])
-    return [HeldOutErrors("mixed", figure, of) for figure, of in errors.items()]
+    own = _simulated(real, profile, limits)
+    pairs = list(zip(own, real, strict=True))
+    return [
+        HeldOutErrors("mixed", "ttft", [_error(a.ttft_s, b.ttft_s) for a, b in pairs]),
+        HeldOutErrors("mixed", "tpot", [_error(a.tpot_s, b.tpot_s) for a, b in pairs]),
+        HeldOutErrors("mixed", "latency", [_error(a.latency_s, b.latency_s) for a, b in pairs]),
+    ]
 
 
-def _figures(record: RequestRecord) -> dict[str, float]:
-    return {
-        "ttft": record.ttft_s or 0.0,
-        "tpot": tpot_s(record) or 0.0,
-        "latency": record.token_at_s[-1] - record.sent_at_s,
-    }
+def _error(own: float, real: float) -> float:
+    return abs(own - real) / real
 
 
 def _simulated(
-    records: Sequence[RequestRecord], profile: Profile, limits: ProbeLimits
-) -> list[dict[str, float]]:
-    """Return the figures of the same requests on one simulated engine, in the same order."""
-    start_s = records[0].sent_at_s
+    real: Sequence[MixedRequest], profile: Profile, limits: ProbeLimits
+) -> list[MixedRequest]:
+    """Return the same requests as one simulated engine serves them."""
     asked = [
-        SimRequest(n, one.sent_at_s - start_s, one.prompt_tokens or 1, output_tokens(one))
-        for n, one in enumerate(records)
+        SimRequest(n, one.at_s, one.prompt_tokens, one.output_tokens) for n, one in enumerate(real)
     ]
     system = preset(
         "colocated", colocated=1, cache="none", limits={"step_tokens": limits.step_tokens}
@@ -101,10 +93,13 @@ def _simulated(
     clusters: list[SimCluster] = []
     tallied(profile, system, asked, watch=clusters.append)
     return [
-        {
-            "ttft": one.first_s - one.arrival_s,
-            "tpot": (one.end_s - one.first_s) / max(1, one.output_tokens - 1),
-            "latency": one.end_s - one.arrival_s,
-        }
+        MixedRequest(
+            one.arrival_s,
+            one.prompt_tokens,
+            one.output_tokens,
+            one.first_s - one.arrival_s,
+            (one.end_s - one.first_s) / max(1, one.output_tokens - 1),
+            one.end_s - one.arrival_s,
+        )
         for one in sorted(clusters[0].finished, key=lambda one: one.id)
     ]

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
+from typing import NamedTuple, Self
 
 from banaserve.base.errors import UserError
 from banaserve.sim.trace import Arrival
@@ -18,12 +19,12 @@ from banaserve_bench.plan.probe.schedule import (
     SHORTEST,
     BatchProbe,
     ProbeLimits,
-    ProbePlan,
     PromptProbe,
     mixed_load,
     num_steps,
     plan_of,
 )
+from banaserve_bench.serving.summary import output_tokens, tpot_s
 from banaserve_bench.statistics import median
 
 Tell = Callable[[float, str], None]
@@ -36,8 +37,36 @@ _FIRST_LOOKS = (SHORTEST, 8 * SHORTEST, 24 * SHORTEST)
 _FIRST_BATCH = 4
 _LEAST_GAPS = DECODE_STEPS // 2
 _IDLE_TRIES, _IDLE_AGAIN_S = 5, 0.2
-_MOST_SPREAD = 0.25
-"""Largest usual spread of equal probes on a server that serves nothing else."""
+_MOST_SLOWER = 0.2
+"""Share by which a round may be slower than the fastest probes; beyond it something disturbs it."""
+
+
+class MixedRequest(NamedTuple):
+    """Request that arrives while others are served; times in seconds, medians over rounds.
+
+    Attributes:
+        at_s: Time of sending, after that of the first request.
+    """
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    ttft_s: float
+    tpot_s: float
+    latency_s: float
+
+    @classmethod
+    def of(cls, found: Sequence[RequestRecord], loads: Sequence[Sequence[RequestRecord]]) -> Self:
+        """Return the request of the records ``found``, one of each of ``loads``."""
+        sent_s = [one.sent_at_s - load[0].sent_at_s for one, load in zip(found, loads, strict=True)]
+        return cls(
+            median(sent_s),
+            found[0].prompt_tokens or 1,
+            output_tokens(found[0]),
+            median([one.ttft_s or 0.0 for one in found]),
+            median([tpot_s(one) or 0.0 for one in found]),
+            median([one.token_at_s[-1] - one.sent_at_s for one in found]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +76,7 @@ class ProbeSamples:
     Attributes:
         prompts: Tokens by the server's count and TTFT of each round, by probe.
         batches: Mean context and time of a step in each round, by probe.
-        loads: Records of the mixed requests of each round.
+        loads: Records of the same mixed requests in each round.
     """
 
     prompts: dict[PromptProbe, list[tuple[int, float]]]
@@ -72,13 +101,40 @@ class ProbeSamples:
 
     @property
     def spread(self) -> float:
-        """Usual relative spread of equal probes, without the slowest one of each."""
-        spreads = []
-        for found in (*self.prompts.values(), *self.batches.values()):
-            ordered = sorted(_seconds(found))
-            kept = ordered[:-1] if len(ordered) > _LEAST_ROUNDS else ordered
-            spreads.append(kept[-1] / kept[0] - 1)
-        return median(spreads)
+        """Usual relative spread of equal probes."""
+        return median([max(_seconds(of)) / min(_seconds(of)) - 1 for of in self._probes()])
+
+    def calm(self) -> ProbeSamples:
+        """Return the samples of rounds that are not much slower than the fastest probes.
+
+        Raises:
+            UserError: There are fewer than two such rounds.
+        """
+        slower = [[s / min(of) for s in of] for of in map(_seconds, self._probes())]
+        ratios = zip(*slower, strict=True)
+        kept = [number for number, of in enumerate(ratios) if median(of) <= 1 + _MOST_SLOWER]
+        if len(kept) < _LEAST_ROUNDS:
+            raise UserError(
+                f"equal probes differ by {self.spread:.0%}: the server, or its machine, is under "
+                "other load: probe it while they do nothing else"
+            )
+        return ProbeSamples(
+            {one: [found[n] for n in kept] for one, found in self.prompts.items()},
+            {one: [found[n] for n in kept] for one, found in self.batches.items()},
+            [self.loads[n] for n in kept],
+        )
+
+    def keep(self, num_rounds: int) -> None:
+        """Drop what was measured after ``num_rounds`` whole rounds."""
+        for found in (*self._probes(), self.loads):
+            del found[num_rounds:]
+
+    def _probes(self) -> list[list[tuple[int, float]] | list[tuple[float, float]]]:
+        return [*self.prompts.values(), *self.batches.values()]
+
+    def mixed(self) -> list[MixedRequest]:
+        """Return the mixed requests with the medians of their times."""
+        return [MixedRequest.of(found, self.loads) for found in zip(*self.loads, strict=True)]
 
 
 class ServerProbe:
@@ -138,10 +194,14 @@ class ServerProbe:
         return CompletionCall.exact(f"probe{self._count}", prompt, output)
 
 
+class _TimeUpError(Exception):
+    """The time for the probes has passed."""
+
+
 async def measured(
     probe: ServerProbe, limits: ProbeLimits, duration_s: float, tell: Tell
 ) -> ProbeSamples:
-    """Measure a server for at most ``duration_s``.
+    """Measure a server for at most ``duration_s``; all rounds, also disturbed ones.
 
     Raises:
         UserError: The server fails, is under other load, or is too slow for ``duration_s``.
@@ -152,28 +212,30 @@ async def measured(
         passed = (now() - began_s) / duration_s
         tell(passed, words)
         if passed > 1:
-            raise UserError(
-                f"the server is slower than its first answers: give more than {duration_s:g} s as "
-                "--duration"
-            )
+            raise _TimeUpError
         await probe.check_idle()
 
     await check("first look")
     rough = await _first_look(probe, limits)
     plan = plan_of(rough, duration_s - (now() - began_s), limits)
     samples = ProbeSamples({one: [] for one in plan.prompts}, {one: [] for one in plan.batches}, [])
+    rows = mixed_load(probe.draws, plan.mixed_tokens, rough, limits)
     longest_s = 0.0
     for number in range(1, _MOST_ROUNDS + 1):
         round_s = now()
         if number > _LEAST_ROUNDS and round_s + longest_s > began_s + duration_s:
             break
-        await _round(probe, limits, plan, rough, samples, check)
+        try:
+            await _round(probe, limits, rows, samples, check)
+        except _TimeUpError:
+            if number <= _LEAST_ROUNDS:
+                raise UserError(
+                    "the server is slower than its first answers: give more than "
+                    f"{duration_s:g} s as --duration"
+                ) from None
+            samples.keep(number - 1)
+            break
         longest_s = max(longest_s, now() - round_s)
-    if samples.spread > _MOST_SPREAD:
-        raise UserError(
-            f"equal probes differ by {samples.spread:.0%}: is the server, or its machine, under "
-            "other load? probe it while it serves nothing else"
-        )
     return samples
 
 
@@ -194,21 +256,19 @@ async def _first_look(probe: ServerProbe, limits: ProbeLimits) -> StepFit:
 async def _round(
     probe: ServerProbe,
     limits: ProbeLimits,
-    plan: ProbePlan,
-    rough: StepFit,
+    rows: Sequence[Arrival],
     samples: ProbeSamples,
     check: Callable[[str], Awaitable[None]],
 ) -> None:
-    for prompt in plan.prompts:
+    for prompt, ttfts in samples.prompts.items():
         await check(f"prompt of {prompt.tokens} tokens")
-        samples.prompts[prompt].append(await probe.prompt(prompt.tokens))
-    for one in plan.batches:
+        ttfts.append(await probe.prompt(prompt.tokens))
+    await check("requests that arrive while others are served")
+    samples.loads.append(await probe.load(rows))
+    for one, steps in samples.batches.items():
         await check(f"{one.batch} requests after {one.prompt_tokens} tokens each")
         output = one.output_tokens(limits.step_tokens)
-        samples.batches[one].append(await probe.batch(one.batch, one.prompt_tokens, output))
-    await check("requests that arrive while others are served")
-    rows = mixed_load(probe.draws, plan.mixed_tokens, rough, limits)
-    samples.loads.append(await probe.load(rows))
+        steps.append(await probe.batch(one.batch, one.prompt_tokens, output))
 
 
 def decode_step(records: Sequence[RequestRecord]) -> tuple[float, float]:

@@ -21,6 +21,8 @@ class ProbeReport(NamedTuple):
 
     Attributes:
         profile: Profile with these step times, which states source and error.
+        samples: Samples of the rounds that are used.
+        num_rounds: Number of all rounds.
         assumed: Parts of the profile that are assumed, each with the remedy.
     """
 
@@ -28,6 +30,7 @@ class ProbeReport(NamedTuple):
     profile: Profile
     errors: Sequence[HeldOutErrors]
     samples: ProbeSamples
+    num_rounds: int
     assumed: Sequence[str]
 
     def show(self) -> None:
@@ -42,7 +45,7 @@ class ProbeReport(NamedTuple):
             f"decode: {1e3 * decode.fixed_s:.4g} ms + {1e9 * decode.context_token_s:.4g} ns a "
             f"token of context + {1e6 * decode.request_s:.4g} us a request"
         )
-        print(f"{len(self.samples.loads)} rounds; equal probes differ by {self.samples.spread:.0%}")
+        print(f"{self._rounds}; equal probes differ by {self.samples.spread:.0%}")
         print("\nerrors on probes that were not fitted:")
         print_rows([("probes", "figure", "number", "mean error", "worst"), *self._rows()], {})
         print("\nassumed: " + "; ".join(self.assumed))
@@ -54,7 +57,8 @@ class ProbeReport(NamedTuple):
             "source": self.profile.source,
             "prefill": asdict(self.profile.prefill),
             "decode": asdict(self.profile.decode_small),
-            "rounds": len(self.samples.loads),
+            "rounds": self.num_rounds,
+            "used_rounds": len(self.samples.loads),
             "spread": self.samples.spread,
             "errors": [
                 {
@@ -96,6 +100,13 @@ class ProbeReport(NamedTuple):
             path.write_text(profile_text(self.profile, about))
         except OSError as failure:
             raise UserError(f"cannot write {path}: {failure.strerror}") from failure
+
+    @property
+    def _rounds(self) -> str:
+        used = len(self.samples.loads)
+        if used == self.num_rounds:
+            return f"{used} rounds"
+        return f"{used} of {self.num_rounds} rounds (something slowed the others)"
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         for one in self.errors:

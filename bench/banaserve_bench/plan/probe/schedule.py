@@ -20,9 +20,9 @@ _HELD_OUT_PROMPTS = (3 / 16, 3 / 8, 5 / 8, 7 / 8)
 """Prompts of one round, as shares of the longest one."""
 _LONGEST = tuple(64 * 2**n for n in reversed(range(10)))
 _BATCHES = (64, 32, 16, 8, 4)
-_PROMPTS_SHARE, _BATCHES_SHARE, _MIXED_SHARE = 0.08, 0.14, 0.07
+_PROMPTS_SHARE, _BATCHES_SHARE, _MIXED_SHARE = 0.09, 0.13, 0.09
 """Most time of the parts of one round, as shares of the budget: some three rounds fit."""
-_MIXED_REQUESTS = 8
+_MIXED_REQUESTS = 12
 _MIXED_OUTPUTS = (8, 24)
 _MARGIN_STEPS = 3
 
