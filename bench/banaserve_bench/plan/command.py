@@ -16,6 +16,15 @@ from banaserve.cli.terminal.console import print_json
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve_bench.plan.advisor import PlanQuestion, advise, screen
 from banaserve_bench.plan.candidates import MOST_STEP_TOKENS, USUAL_STEP_TOKENS
+from banaserve_bench.plan.confirm.confirmation import check_confirmable, confirmed
+from banaserve_bench.plan.confirm.history import past_words
+from banaserve_bench.plan.confirm.options import ConfirmOptions
+from banaserve_bench.plan.confirm.report import (
+    confirmation_json,
+    errors_of,
+    keep_errors,
+    show_confirmation,
+)
 from banaserve_bench.plan.loads import read_loads
 from banaserve_bench.plan.probe.command import probe_command
 from banaserve_bench.plan.report import PlanReport, first_words
@@ -28,7 +37,7 @@ _LEAST_SEEDS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(AskedSystem):
+class PlanOptions(ConfirmOptions, AskedSystem):
     """Options of ``banaserve plan``: load and limits as of ``simulate``; the systems are found.
 
     Attributes:
@@ -82,6 +91,8 @@ def plan_command(options: PlanOptions) -> int:
     colocated instances is above 1, by the spread over loads and the error of the step times.
     """
     planned, asked = _question(options)
+    if options.is_confirmed:
+        check_confirmable(asked, options)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     console = Console(stderr=True)
     is_silent = not console.is_terminal
@@ -94,11 +105,16 @@ def plan_command(options: PlanOptions) -> int:
         found = screen(asked, tell)
         console.print(first_words(found), highlight=False, soft_wrap=True)
         advice = advise(asked, found, tell)
-    report = PlanReport(planned, asked, found, advice, options.price)
+        # What is stated is from before this confirmation, as the advice is.
+        past = errors_of(asked.device, console)
+        done = confirmed(asked, found, advice, options, tell) if options.is_confirmed else []
+    keep_errors(asked, done)
+    report = PlanReport(planned, asked, found, advice, options.price, past_words(past))
     if options.as_json:
-        print_json(report.as_json())
+        print_json({**report.as_json(), "past_errors": past, "confirmed": confirmation_json(done)})
     else:
         report.show()
+        show_confirmation(done)
     return 0
 
 

@@ -35,6 +35,7 @@ class PlanReport(NamedTuple):
 
     Attributes:
         price: Price of an instance for an hour; None if it is unknown.
+        past_words: Errors that earlier advice has had, in one line.
     """
 
     planned: SimulationJob
@@ -42,6 +43,7 @@ class PlanReport(NamedTuple):
     found: Screening
     advice: Advice
     price: float | None
+    past_words: str = ""
 
     @property
     def sentence(self) -> str:
@@ -84,6 +86,8 @@ class PlanReport(NamedTuple):
         kind = "parts of the trace" if asked.loads.are_windows else "loads"
         error = "unknown" if asked.error is None else f"{asked.error.step:.1%}"
         print(f"chosen on one, judged on {len(others)} other {kind}; error of step times: {error}")
+        if self.past_words:
+            print(self.past_words)
         if self.found.feasible_fraction < 1:
             share = f"{self.found.feasible_fraction:.1%}"
             print(f"an idle engine serves {share} of the requests in time")

@@ -110,9 +110,7 @@ class ProbeSamples:
         Raises:
             UserError: There are fewer than two such rounds.
         """
-        slower = [[s / min(of) for s in of] for of in map(_seconds, self._probes())]
-        ratios = zip(*slower, strict=True)
-        kept = [number for number, of in enumerate(ratios) if median(of) <= 1 + _MOST_SLOWER]
+        kept = [number for number in range(len(self.loads)) if self._is_calm(number)]
         if len(kept) < _LEAST_ROUNDS:
             raise UserError(
                 f"equal probes differ by {self.spread:.0%}: the server, or its machine, is under "
@@ -124,6 +122,20 @@ class ProbeSamples:
             [self.loads[n] for n in kept],
         )
 
+    def _is_calm(self, number: int) -> bool:
+        """Return whether neither prompts, nor batches, nor mixed requests of a round were slow."""
+        latencies = (
+            [(0, one.latency_s or 0.0) for one in found] for found in self._mixed_records()
+        )
+        for kind in (self.prompts.values(), self.batches.values(), latencies):
+            ratios = [seconds[number] / min(seconds) for seconds in map(_seconds, kind)]
+            if median(ratios) > 1 + _MOST_SLOWER:
+                return False
+        return True
+
+    def _mixed_records(self) -> list[tuple[RequestRecord, ...]]:
+        return list(zip(*self.loads, strict=True))
+
     def keep(self, num_rounds: int) -> None:
         """Drop what was measured after ``num_rounds`` whole rounds."""
         for found in (*self._probes(), self.loads):
@@ -134,7 +146,7 @@ class ProbeSamples:
 
     def mixed(self) -> list[MixedRequest]:
         """Return the mixed requests with the medians of their times."""
-        return [MixedRequest.of(found, self.loads) for found in zip(*self.loads, strict=True)]
+        return [MixedRequest.of(found, self.loads) for found in self._mixed_records()]
 
 
 class ServerProbe:
