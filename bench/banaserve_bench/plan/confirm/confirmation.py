@@ -134,7 +134,7 @@ def places_of(found: Screening, advice: Advice, options: ConfirmOptions) -> list
     if options.confirm_urls:
         return [_named_place(word, ranked) for word in options.confirm_urls]
     best = [*_unlike(ranked)][:_BEST]
-    return [Place(one) for one in dict.fromkeys((*best, advice.rival), True)]
+    return [Place(one) for one in {one.name: one for one in (*best, advice.rival)}.values()]
 
 
 def _unlike(ranked: Sequence[Candidate]) -> Iterator[Candidate]:
