@@ -295,8 +295,8 @@ def decode_step(records: Sequence[RequestRecord]) -> tuple[float, float]:
     num_moments = sum(a < b for a, b in pairwise(times_s))
     if num_moments < _LEAST_GAPS:
         raise UserError(
-            f"only {num_moments} steps of {len(records)} requests can be seen: the server runs "
-            "fewer together, or something between gathers the pieces of its stream"
+            f"only {num_moments} steps with all of {len(records)} streams can be seen: something "
+            "gathers the pieces of a stream, or the server does not run these requests together"
         )
     middle_s = (times_s[0] + times_s[-1]) / 2
     contexts = [
