@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("aiohttp")
 
 from banaserve.base.errors import UserError
+from banaserve.cli.main import main
 from banaserve.orchestrator.control.costs.profile import (
     DecodeSection,
     ErrorSection,
@@ -205,3 +206,19 @@ def _without_error(path: Path) -> Path:
     other = path.with_name("other.toml")
     other.write_text(path.read_text().partition("[error]")[0])
     return other
+
+
+def test_the_error_of_a_profile_is_that_of_advice_and_of_simulated_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, lengths = tmp_path / "mine.toml", tmp_path / "lengths.jsonl"
+    lengths.write_text('{"input_length": 500, "output_length": 10}\n')
+    error = ErrorSection(0.0712, 0.02, 0.0345)
+    path.write_text(profile_text(replace(LIKE, name="mine", error=error), []))
+    words = (str(lengths), "--rps", "5", "--duration", "8", "--profile", str(path))
+    assert main(["plan", *words, "--instances", "1", "--seeds", "2"]) == 0
+    assert "error of step times: 3.5%" in capsys.readouterr().out
+    assert main(["simulate", *words, "--colocated", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "mean latency, s (±3.5%)" in shown
+    assert "ttft p50, ms  " in shown

@@ -15,7 +15,6 @@ _BUSY = (
     "vllm:num_requests_waiting",
     "sglang:num_running_reqs",
     "sglang:num_queue_reqs",
-    "banaserve_requests_in_flight",
 )
 _CACHE = "vllm:cache_config_info"
 _READY = "banaserve_instance_ready"
