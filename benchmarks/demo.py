@@ -31,7 +31,7 @@ from banaserve.frontdoor.page.records import page_link
 from banaserve_bench.loadgen.client import OpenAiClient
 from banaserve_bench.loadgen.modelled_time import MOST_LATE, modelled_time
 from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
-from banaserve_bench.loadgen.simulated_requests import CaseRequest, figures_of, send
+from banaserve_bench.serving.simulated_requests import CaseRequest, figures_of, send
 from banaserve_bench.simulation import case as cases
 from banaserve_bench.simulation.case import Case
 from banaserve_bench.simulation.workload import Lengths

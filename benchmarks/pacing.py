@@ -29,8 +29,8 @@ from banaserve_bench.loadgen import arrivals
 from banaserve_bench.loadgen.client import OpenAiClient, RequestRecord
 from banaserve_bench.loadgen.modelled_time import modelled_time
 from banaserve_bench.loadgen.servers import banaserve_server
-from banaserve_bench.loadgen.simulated_requests import CaseRequest, send
 from banaserve_bench.results.result import ModelledTime, Result
+from banaserve_bench.serving.simulated_requests import CaseRequest, send
 from banaserve_bench.serving.summary import tpot_s
 from banaserve_bench.simulation.run import simulate
 from banaserve_bench.statistics import median, percentile

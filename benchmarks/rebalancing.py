@@ -30,9 +30,9 @@ from banaserve.sim.result import LatencyLimits
 from banaserve_bench.loadgen.client import OpenAiClient
 from banaserve_bench.loadgen.modelled_time import modelled_time
 from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
-from banaserve_bench.loadgen.simulated_requests import CaseRequest, figures_of, send
 from banaserve_bench.results import result
 from banaserve_bench.results.result import ModelledTime
+from banaserve_bench.serving.simulated_requests import CaseRequest, figures_of, send
 from banaserve_bench.statistics import paired_ratios
 from benchmarks.paced_requests import num_equal, sampled
 

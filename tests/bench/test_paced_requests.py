@@ -17,7 +17,7 @@ from banaserve.orchestrator.planner.options import ElasticOptions
 from banaserve.sim.request import SimRequest
 from banaserve.sim.result import LatencyLimits
 from banaserve_bench.loadgen.client import RequestRecord
-from banaserve_bench.loadgen.simulated_requests import CaseRequest, figures_of
+from banaserve_bench.serving.simulated_requests import CaseRequest, figures_of
 from banaserve_bench.serving.timeline import decisions_of
 from banaserve_bench.simulation import case as scenarios
 from benchmarks.paced_requests import sampled

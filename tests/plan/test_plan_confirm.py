@@ -15,7 +15,6 @@ from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.orchestrator.control.costs.profile import load
 from banaserve.sim.request import SimRequest
 from banaserve.sim.result import LatencyLimits
-from banaserve_bench.loadgen.simulated_requests import CaseRequest
 from banaserve_bench.plan.candidates import colocated, elastic, fixed_candidates
 from banaserve_bench.plan.confirm.confirmation import Confirmation, Place
 from banaserve_bench.plan.confirm.engines import EngineOutcome, paced_words
@@ -28,6 +27,7 @@ from banaserve_bench.plan.confirm.history import (
 )
 from banaserve_bench.plan.confirm.report import confirmation_rows, void_words
 from banaserve_bench.plan.trial import Device
+from banaserve_bench.serving.simulated_requests import CaseRequest
 from canned_openai import CannedOpenAi, canned_openai
 
 PROFILE = load("llama-3.1-8b-h100")

@@ -156,7 +156,7 @@ def test_a_server_that_becomes_slow_is_given_up_in_time(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"slower than its first answers: give more than 60 s"):
         probed(tmp_path, CPU, act=slow, duration_s=60.0)
     slowest = replace(CPU.prefill, fixed_s=3.0)
-    with pytest.raises(UserError, match="too slow or too small to be probed"):
+    with pytest.raises(UserError, match="too slow for --duration"):
         plan_of(StepFit(slowest, CPU.decode), 10.0, LIMITS)
 
 

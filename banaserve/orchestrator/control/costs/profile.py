@@ -21,6 +21,7 @@ _MOST = {
     "num_heads": 1024,
     "num_kv_heads": 1024,
     "hidden_size": 1_000_000,
+    "head_size": 10_000,
     "element_bytes": 8,
     "max_context_tokens": 100_000_000,
     "kv_tokens": 1_000_000_000,
@@ -42,6 +43,7 @@ class ModelSection:
         layer_weights: Number of parameters of one decoder layer.
         fixed_weights: Number of parameters of embeddings and output head.
         element_bytes: Size of a weight and of a K or V element: 2 for bf16 and fp16.
+        head_size: Number of elements of one head; 0 for ``hidden_size`` / ``num_heads``.
     """
 
     num_layers: int
@@ -52,6 +54,7 @@ class ModelSection:
     fixed_weights: int
     max_context_tokens: int
     element_bytes: int = 2
+    head_size: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "element_bytes"):
@@ -59,15 +62,15 @@ class ModelSection:
                 raise ValueError(f"{name} is {getattr(self, name)}: must be 1 or more")
         if self.layer_weights < 1:
             raise ValueError(f"layer_weights is {self.layer_weights}: must be 1 or more")
-        if self.hidden_size % self.num_heads:
+        if self.hidden_size % self.num_heads and not self.head_size:
             raise ValueError("hidden_size is no multiple of num_heads")
         if self.num_heads % self.num_kv_heads:
             raise ValueError("num_heads is no multiple of num_kv_heads")
 
     @property
     def head_dim(self) -> int:
-        """Number of elements of one head: d_model / h_total (BanaServe Eq. 14)."""
-        return self.hidden_size // self.num_heads
+        """Number of elements of one head: d_model / h_total (BanaServe Eq. 14) if none is given."""
+        return self.head_size or self.hidden_size // self.num_heads
 
     @property
     def layer_token_bytes(self) -> int:

@@ -14,9 +14,9 @@ from banaserve.sim.trace import Arrival, requests_of
 from banaserve_bench.loadgen.client import OpenAiClient
 from banaserve_bench.loadgen.modelled_time import StretchedClock, modelled_time
 from banaserve_bench.loadgen.servers import banaserve_server
-from banaserve_bench.loadgen.simulated_requests import CaseRequest, figures_of, send
 from banaserve_bench.loadgen.target import ServerUnderTest, find_target
 from banaserve_bench.plan.candidates import Candidate
+from banaserve_bench.serving.simulated_requests import CaseRequest, figures_of, send
 
 _TIMEOUT_S = 3600.0
 _WARM_REQUESTS, _WARM_TOKENS = 8, 8

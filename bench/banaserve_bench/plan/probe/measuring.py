@@ -252,17 +252,17 @@ async def measured(
 
 
 async def _first_look(probe: ServerProbe, limits: ProbeLimits) -> StepFit:
-    """Return a first estimate of the step times; the server is warm then."""
+    """Return a first estimate of the step times, each of the faster one of two: the first is cold."""
     prompts, batches = [], []
-    most = limits.context_tokens // 2
-    for tokens in (SHORTEST, *(one for one in _FIRST_LOOKS if one <= most)):
-        context, step_s = await probe.batch(1, tokens, DECODE_STEPS)
-        found, ttft_s = await probe.prompt(tokens)
-        prompts.append(MeasuredStep(found, 0, 0, (ttft_s,), num_steps(found, limits)))
-        batches.append(MeasuredStep(0, 1, context, (step_s,)))
-    context, step_s = await probe.batch(_FIRST_BATCH, SHORTEST, DECODE_STEPS + _FIRST_BATCH)
-    batches.append(MeasuredStep(0, _FIRST_BATCH, context, (step_s,)))
-    return StepFit.of(prompts[1:], batches[1:])
+    lengths = [one for one in _FIRST_LOOKS if one <= limits.context_tokens // 2]
+    for batch, tokens in (*((1, one) for one in lengths), (_FIRST_BATCH, SHORTEST)):
+        found = [await probe.batch(batch, tokens, DECODE_STEPS + batch) for _ in range(2)]
+        batches.append(MeasuredStep(0, batch, found[0][0], (min(_seconds(found)),)))
+    for tokens in lengths:
+        seen = [await probe.prompt(tokens) for _ in range(2)]
+        steps = num_steps(tokens, limits)
+        prompts.append(MeasuredStep(seen[0][0], 0, 0, (min(_seconds(seen)),), steps))
+    return StepFit.of(prompts, batches)
 
 
 async def _round(

@@ -52,13 +52,13 @@ def _shape(config: Mapping[str, Any]) -> ModelSection:
     return ModelSection(
         num_layers=_number(config, "num_hidden_layers"),
         hidden_size=hidden,
-        # A profile's heads have hidden_size / num_heads elements; those of some models have more.
-        num_heads=hidden // head_dim,
+        num_heads=heads,
         num_kv_heads=kv_heads,
         layer_weights=attention + _feed_forward(config, hidden) + 2 * hidden,
         fixed_weights=_number(config, "vocab_size") * hidden * (1 if is_tied else 2),
         max_context_tokens=_number(config, "max_position_embeddings", usual=_MOST // 100),
         element_bytes=_ELEMENT_BYTES.get(dtype, 2),
+        head_size=head_dim,
     )
 
 

@@ -20,8 +20,9 @@ def profile_text(profile: Profile, about: Sequence[str]) -> str:
         about: Lines of the comment above the profile.
     """
     small = {key: value for key, value in asdict(profile.decode_small).items() if "_s" in key}
+    model = {key: value for key, value in asdict(profile.model).items() if value}
     sections = {
-        "model": asdict(profile.model),
+        "model": model,
         "prefill": asdict(profile.prefill),
         "decode.small": small,
         "memory": asdict(profile.memory),

@@ -88,8 +88,7 @@ def plan_of(rough: StepFit, budget_s: float, limits: ProbeLimits) -> ProbePlan:
         if took_s <= _PROMPTS_SHARE * budget_s and batches:
             return ProbePlan(prompts, batches, _mixed(rough, longest, budget_s, limits))
     raise UserError(
-        f"the server is too slow or too small to be probed in {budget_s:g} s: give a longer "
-        "--duration"
+        "the server is too slow for --duration, or its context too small: give a longer --duration"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a server says of itself beside its answers: load, KV memory, instances."""
+"""Metrics of a server that a probe needs: load, KV memory, number of engines."""
 
 from __future__ import annotations
 
