@@ -118,7 +118,7 @@ def test_the_coefficients_of_a_server_are_found_again(tmp_path: Path, known: Ste
 
 
 def test_noise_shows_in_the_error_and_little_in_the_coefficients(tmp_path: Path) -> None:
-    samples, _, _ = probed(tmp_path, CPU, noise=0.1)
+    samples, _, _ = probed(tmp_path, CPU, noise=0.05)
     fit, errors, _ = judged(samples.calm())
     assert fit.prefill.token_s == pytest.approx(CPU.prefill.token_s, rel=0.15)
     assert fit.decode.request_s == pytest.approx(CPU.decode.request_s, rel=0.15)
@@ -130,13 +130,14 @@ def test_a_round_that_something_slows_is_left_out(tmp_path: Path) -> None:
 
     def disturb(server: ModelledServer, share: float) -> None:
         shares.append(share)
-        server.slowdown = 3.0 if 0.35 < share < 0.6 else 1.0
+        # A first look, then some twenty probes a round: this is most of the second one.
+        server.slowdown = 3.0 if 22 < len(shares) < 40 else 1.0
 
-    samples, _, _ = probed(tmp_path, GPU, act=disturb, duration_s=30.0)
+    samples, _, _ = probed(tmp_path, GPU, act=disturb)
     calm = samples.calm()
-    assert 2 <= len(calm.loads) < len(samples.loads)
+    assert len(calm.loads) == len(samples.loads) - 1
     _, errors, _ = judged(calm)
-    assert all(one.mean < 0.03 for one in errors if one.kind != "mixed")
+    assert all(one.mean < 0.03 for one in errors)
     assert all(a <= b for a, b in pairwise(shares))
 
 

@@ -252,7 +252,7 @@ async def measured(
 
 
 async def _first_look(probe: ServerProbe, limits: ProbeLimits) -> StepFit:
-    """Return a first estimate of the step times, each of the faster one of two: the first is cold."""
+    """Return a first estimate, each by the faster one of two probes: the first is cold."""
     prompts, batches = [], []
     lengths = [one for one in _FIRST_LOOKS if one <= limits.context_tokens // 2]
     for batch, tokens in (*((1, one) for one in lengths), (_FIRST_BATCH, SHORTEST)):
