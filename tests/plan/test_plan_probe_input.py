@@ -109,6 +109,7 @@ def test_no_server_a_wrong_key_and_wrong_options_are_one_line(
     for words, message in (
         (("--duration", "1"), "--duration 1: give 10 s or more"),
         (("--save", "x.json"), "give a name that ends in .toml"),
+        (("--save", str(tmp_path / "none" / "x.toml")), "there is no folder"),
         (("--kv-tokens", "0"), "--kv-tokens 0: must be at least 1"),
         (("--like", "llama-3.1-8b-h10"), "mean llama-3.1-8b-h100?"),
         (("--model", str(tmp_path / "none")), "No such file"),

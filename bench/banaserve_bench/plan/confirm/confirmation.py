@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -168,7 +169,7 @@ def _named_place(word: str, candidates: Sequence[Candidate]) -> Place:
 def _outcome(
     asked: PlanQuestion, place: Place, rows: Sequence[Arrival], options: ConfirmOptions
 ) -> EngineOutcome:
-    seed = rows[0].prompt_tokens
+    seed = secrets.randbits(32)  # a server may have cached the prompts of an earlier run
     if place.url is None:
         name, dilation = asked.profile_name, options.dilate
         return on_paced_engines(place.candidate, name, dilation, rows, asked.limits, seed)

@@ -96,6 +96,8 @@ def probe_command(options: ProbeOptions) -> int:
     """
     if options.save is not None and options.save.suffix != ".toml":
         raise UserError(f"--save {options.save}: give a name that ends in .toml")
+    if options.save is not None and not options.save.parent.is_dir():
+        raise UserError(f"--save {options.save}: there is no folder {options.save.parent}")
     target = find_target(options.url, options.served_model, options.api_key or None)
     metrics = read_metrics(target.url, options.api_key or None)
     if metrics.num_engines is not None and metrics.num_engines > 1:
@@ -207,7 +209,7 @@ async def _run(
         target.model,
         api_key=key,
         return_token_ids=True,
-        timeout_s=options.duration_s,
+        timeout_s=options.duration_s / 2,
         read_late=True,
         clock=StretchedClock(dilation),
     ) as client:
