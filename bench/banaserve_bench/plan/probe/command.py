@@ -107,12 +107,12 @@ def probe_command(options: ProbeOptions) -> int:
         )
     unseen = unseen_parts(options, target, metrics)
     report = _probed(options, target, unseen)
-    if options.save is not None:
-        report.save(options.save)
     if options.as_json:
         print_json(report.as_json())
     else:
         report.show()
+    if options.save is not None:
+        report.save(options.save)
     return 0
 
 
