@@ -39,6 +39,8 @@ _LEAST_GAPS = DECODE_STEPS // 2
 _IDLE_TRIES, _IDLE_AGAIN_S = 5, 0.2
 _MOST_SLOWER = 0.2
 """Share by which a round may be slower than the fastest probes; beyond it something disturbs it."""
+_MOST_SPREAD = 0.25
+"""Largest usual spread of equal probes in rounds that nothing disturbs."""
 
 
 class MixedRequest(NamedTuple):
@@ -108,19 +110,20 @@ class ProbeSamples:
         """Return the samples of rounds that are not much slower than the fastest probes.
 
         Raises:
-            UserError: There are fewer than two such rounds.
+            UserError: There are fewer than two such rounds, or equal probes differ much in them.
         """
         kept = [number for number in range(len(self.loads)) if self._is_calm(number)]
-        if len(kept) < _LEAST_ROUNDS:
+        found = ProbeSamples(
+            {one: [of[n] for n in kept] for one, of in self.prompts.items()},
+            {one: [of[n] for n in kept] for one, of in self.batches.items()},
+            [self.loads[n] for n in kept],
+        )
+        if len(kept) < _LEAST_ROUNDS or found.spread > _MOST_SPREAD:
             raise UserError(
                 f"equal probes differ by {self.spread:.0%}: the server, or its machine, is under "
                 "other load: probe it while they do nothing else"
             )
-        return ProbeSamples(
-            {one: [found[n] for n in kept] for one, found in self.prompts.items()},
-            {one: [found[n] for n in kept] for one, found in self.batches.items()},
-            [self.loads[n] for n in kept],
-        )
+        return found
 
     def _is_calm(self, number: int) -> bool:
         """Return whether neither prompts, nor batches, nor mixed requests of a round were slow."""
