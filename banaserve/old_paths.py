@@ -29,7 +29,7 @@ NEW_PATHS = {
     "banaserve.orchestrator.routing.leg_by_leg": f"{_CONTROL}.routing.leg_by_leg",
     "banaserve.orchestrator.routing.legs": f"{_CONTROL}.routing.legs",
     "banaserve.orchestrator.routing.load": f"{_CONTROL}.routing.load",
-    "banaserve.run_dir": "banaserve.base.run_dir",
+    "banaserve.run_dir": "banaserve.base.platform.run_dir",
     "banaserve.types": "banaserve.base.types",
 }
 _FOLDERS = {name.rsplit(".", depth)[0] for name in NEW_PATHS for depth in range(1, name.count("."))}

@@ -28,7 +28,7 @@ import banaserve._native as _native
 from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
 from banaserve_bench.results import result
-from banaserve_bench.statistics import median
+from banaserve_bench.results.statistics import median
 from benchmarks.kvstore.memory import plain_memory
 
 KIB, MIB = 2**10, 2**20

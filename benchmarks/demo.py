@@ -23,7 +23,7 @@ from typing import NamedTuple
 import psutil
 
 from banaserve.base.arguments import Parser
-from banaserve.base.config import MINIATURE
+from banaserve.base.config.serve_config import MINIATURE
 from banaserve.base.errors import UserError
 from banaserve.contracts.migration_api import MoveLayers, Return
 from banaserve.frontdoor.admin_client import AdminClient

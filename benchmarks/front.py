@@ -25,7 +25,7 @@ from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve_bench.loadgen.loops import closed_loop
 from banaserve_bench.loadgen.servers import Server, banaserve_server, vllm_server
 from banaserve_bench.results.result import Result
-from banaserve_bench.statistics import paired_ratios, percentile
+from banaserve_bench.results.statistics import paired_ratios, percentile
 from benchmarks.measurement import Measurement, Samples, parser_of
 
 _NAME = "miniature"

@@ -23,7 +23,7 @@ from banaserve_bench.datasets import prompts as datasets_prompts
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve_bench.loadgen.loops import closed_loop
 from banaserve_bench.loadgen.servers import Server, banaserve_server, vllm_server
-from banaserve_bench.statistics import median, paired_ratios
+from banaserve_bench.results.statistics import median, paired_ratios
 from benchmarks.measurement import Measurement, Samples, model_of, parser_of
 
 _SAME = ("--dtype", "float32", "--kv-cache-memory-bytes", str(1 << 30))

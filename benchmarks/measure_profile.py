@@ -23,7 +23,7 @@ from banaserve.orchestrator.control.model.moving import Link
 from banaserve_bench.plan.probe.fit import MeasuredStep, StepFit
 from banaserve_bench.plan.probe.profile_file import profile_text
 from banaserve_bench.results.result import machine
-from banaserve_bench.statistics import median
+from banaserve_bench.results.statistics import median
 from benchmarks.measurement import Measurement, model_of, parser_of
 
 NAME = "smollm2-135m-cpu"

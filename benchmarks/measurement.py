@@ -13,7 +13,7 @@ from typing import Any
 
 from banaserve.base import models
 from banaserve.base.arguments import Parser
-from banaserve.base.run_dir import find_admin
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.frontdoor.admin_client import AdminClient
 from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
 from banaserve_bench.results import result

@@ -41,7 +41,7 @@ from banaserve.transport.registry import create
 from banaserve_bench.datasets import prompts as datasets_prompts
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve_bench.loadgen.servers import Server
-from banaserve_bench.statistics import median
+from banaserve_bench.results.statistics import median
 from benchmarks.measurement import (
     Measurement,
     Samples,

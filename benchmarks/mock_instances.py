@@ -26,7 +26,7 @@ from pathlib import Path
 from banaserve.base import models
 from banaserve.base.arguments import Parser, positive
 from banaserve.base.net.sockets import raise_descriptor_limit
-from banaserve.base.run_dir import find_admin
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.contracts.control_api import ScaleRequest
 from banaserve.contracts.restart_api import RestartRequest
 from banaserve.frontdoor.admin_client import AdminClient

@@ -36,9 +36,9 @@ from banaserve.orchestrator.control.move_policies import registry
 from banaserve.sim.cluster.cluster import cells_of
 from banaserve.sim.request import SimRequest
 from banaserve.sim.system import System, preset
+from banaserve_bench.results.statistics import median
 from banaserve_bench.simulation.parallel import simulate_in_parts
 from banaserve_bench.simulation.workload import Lengths, LoadPhase, drawn
-from banaserve_bench.statistics import median
 from benchmarks.measurement import Measurement, parser_of
 
 _SIZES = (8, 64, 512, 4096)

@@ -18,7 +18,7 @@ from typing import Any
 from rich.progress import Progress
 
 from banaserve.base.arguments import positive
-from banaserve.base.config import MINIATURE, parse_pd
+from banaserve.base.config.serve_config import MINIATURE, parse_pd
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.costs.profile import Profile
@@ -30,10 +30,10 @@ from banaserve_bench.loadgen.client import OpenAiClient, RequestRecord
 from banaserve_bench.loadgen.modelled_time import modelled_time
 from banaserve_bench.loadgen.servers import banaserve_server
 from banaserve_bench.results.result import ModelledTime, Result
+from banaserve_bench.results.statistics import median, percentile
 from banaserve_bench.serving.simulated_requests import CaseRequest, send
 from banaserve_bench.serving.summary import tpot_s
 from banaserve_bench.simulation.run import simulate
-from banaserve_bench.statistics import median, percentile
 from benchmarks.measurement import Measurement, Samples, parser_of
 
 _TOKEN_IDS = (500, 40_000)

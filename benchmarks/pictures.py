@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
-from banaserve.base.figure_text import row
 from banaserve_bench.report import plots
 from banaserve_bench.report.plots import LIGHT
 from banaserve_bench.results import result
+from banaserve_bench.results.figure_text import row
 from banaserve_bench.results.result import Result
 from benchmarks.elastic.paced import COLOCATED, ELASTIC
 from benchmarks.location import ROOT

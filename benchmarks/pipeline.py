@@ -24,7 +24,7 @@ from rich.progress import Progress
 from banaserve.base import models
 from banaserve.base.arguments import positive
 from banaserve.base.errors import UserError
-from banaserve_bench.statistics import median, paired_ratios
+from banaserve_bench.results.statistics import median, paired_ratios
 from benchmarks.drivers.layer_pipeline import Prefill, hidden_fraction, pipeline
 from benchmarks.drivers.traced_engine import TracedEngine, traced_engine
 from benchmarks.measurement import Measurement, Samples, model_of, parser_of, random_tokens

@@ -26,7 +26,7 @@ from banaserve.base.errors import UserError
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve_bench.loadgen.servers import SHARES_GPU, Server, banaserve_server
 from banaserve_bench.results import result
-from banaserve_bench.statistics import paired_ratios
+from banaserve_bench.results.statistics import paired_ratios
 from benchmarks.measurement import Measurement, Samples, model_of, parser_of, random_tokens
 from benchmarks.pipeline import model_name
 from benchmarks.random_model import SIZES

@@ -19,9 +19,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from banaserve.base.arguments import Parser, positive
-from banaserve.base.config import MINIATURE
+from banaserve.base.config.serve_config import MINIATURE
 from banaserve.base.errors import UserError
-from banaserve.base.run_dir import find_admin
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.contracts.trace_events import LegFailed
 from banaserve.frontdoor.admin_client import AdminClient
 from banaserve.orchestrator.control.costs.profile import load
@@ -32,8 +32,8 @@ from banaserve_bench.loadgen.modelled_time import modelled_time
 from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
 from banaserve_bench.results import result
 from banaserve_bench.results.result import ModelledTime
+from banaserve_bench.results.statistics import paired_ratios
 from banaserve_bench.serving.simulated_requests import CaseRequest, figures_of, send
-from banaserve_bench.statistics import paired_ratios
 from benchmarks.paced_requests import num_equal, sampled
 
 _DECODE, _OTHERS = ("d0", "d1", "d2"), ("d1", "d2")

@@ -19,7 +19,7 @@ from rich.progress import Progress
 
 from banaserve.base.arguments import positive
 from banaserve.base.errors import UserError
-from banaserve.base.run_dir import find_admin
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.contracts.migration_api import (
     Migration,
     MigrationRequest,
@@ -40,7 +40,7 @@ from banaserve_bench.loadgen.servers import (
     vllm_server,
 )
 from banaserve_bench.results import result
-from banaserve_bench.statistics import median
+from banaserve_bench.results.statistics import median
 from benchmarks.measurement import Measurement, Samples, model_of, parser_of
 from benchmarks.random_model import SIZES, random_weights
 

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from banaserve.base.arguments import Parser, positive
 from banaserve.base.errors import UserError
-from banaserve.base.records import read_records
+from banaserve.base.text.records import read_records
 from banaserve.orchestrator.control.costs.profile import (
     DecodeSection,
     PrefillSection,

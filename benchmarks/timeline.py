@@ -22,7 +22,7 @@ from banaserve.base import models
 from banaserve.base.arguments import positive
 from banaserve.serving.tracing.spans import SpanName
 from banaserve_bench.loadgen.servers import banaserve_server
-from banaserve_bench.statistics import median
+from banaserve_bench.results.statistics import median
 from benchmarks.drivers.otlp_receiver import OtlpReceiver, ReceivedSpan
 from benchmarks.measurement import Measurement, Samples, model_of, parser_of, random_tokens
 

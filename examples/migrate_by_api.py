@@ -15,7 +15,7 @@ from pathlib import Path
 
 import openai
 
-from banaserve.base.run_dir import find_admin
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.contracts.migration_api import Migration, MoveLayers, Return
 from banaserve.frontdoor.admin_client import AdminClient
 

@@ -15,7 +15,7 @@ from importlib import import_module
 from importlib.metadata import Distribution
 from typing import Any, NamedTuple
 
-from banaserve.base.plugins import entries_of
+from banaserve.base.plugins.discovery import entries_of
 
 GROUP = "banaserve.commands"
 

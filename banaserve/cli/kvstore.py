@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from banaserve.base.arguments import option
 from banaserve.base.errors import StoreUnavailableError, UserError
-from banaserve.base.plugins import PluginGroup
+from banaserve.base.plugins.discovery import PluginGroup
 from banaserve.cli.app import App
 from banaserve.cli.plugins import use_plugins, warn_of_rivalries
 from banaserve.cli.terminal.console import print_json, print_rows

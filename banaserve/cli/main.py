@@ -15,7 +15,7 @@ from typing import ParamSpec
 
 from banaserve import __version__
 from banaserve.base.errors import BanaServeError, UserError
-from banaserve.base.plugins import installed_version
+from banaserve.base.plugins.discovery import installed_version
 from banaserve.cli.app import App
 from banaserve.cli.commands import COMMANDS, OFFERED_BY, Command, known, offered
 from banaserve.cli.terminal.console import print_error

@@ -15,7 +15,7 @@ from banaserve.base.arguments import option
 from banaserve.base.net.addresses import host_and_port
 from banaserve.base.net.sockets import raise_descriptor_limit
 from banaserve.base.platform.processes import die_with_parent
-from banaserve.base.run_dir import open_run_dir
+from banaserve.base.platform.run_dir import open_run_dir
 from banaserve.cli.app import App
 from banaserve.cli.terminal.console import quiet, timed
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from banaserve.base.plugins import Plugin, PluginGroup, entries_of, load_plugins
-from banaserve.base.registry import Registry
+from banaserve.base.plugins.discovery import Plugin, PluginGroup, entries_of, load_plugins
+from banaserve.base.plugins.registry import Registry
 from banaserve.cli.terminal.console import print_error
 from banaserve.kvstore.tiers.registry import TIERS
 from banaserve.orchestrator.control.move_policies.registry import POLICIES as MIGRATION_POLICIES

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
-from banaserve.base.config import ServeConfig
+from banaserve.base.config.serve_config import ServeConfig
 from banaserve.base.errors import UserError
 from banaserve.engine.compat.config import UsageContext, VllmConfig, is_on_cpu
 from banaserve.engine.compat.front import server as compat

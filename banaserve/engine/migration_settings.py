@@ -8,14 +8,14 @@ from typing import Any
 
 import msgspec
 
-from banaserve.base.config import (
+from banaserve.base.config.serve_config import (
     DEFAULT_MICROBATCHES,
     GUEST_STALL_ON_CPU_S,
     MAX_MICROBATCHES,
     MIGRATION_ATTENTION,
 )
 from banaserve.base.errors import UserError
-from banaserve.base.names import check_known
+from banaserve.base.text.names import check_known
 from banaserve.engine.compat.config import VllmConfig
 from banaserve.engine.engine_args import MIGRATION_KEY as KEY
 from banaserve.engine.engine_args import section

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from banaserve.base.errors import UserError
-from banaserve.base.names import check_known
+from banaserve.base.text.names import check_known
 from banaserve.kernels.interface import Kernels
 
 _MODULES = {

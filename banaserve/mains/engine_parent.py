@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 
-from banaserve.base.fail_points import FailPoint, reach
+from banaserve.base.platform.fail_points import FailPoint, reach
 from banaserve.base.platform.processes import die_with_parent
 from banaserve.engine.compat.config import VllmConfig
 from banaserve.engine.compat.engine import PRE_IMPORTED, override_kernels

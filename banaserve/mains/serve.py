@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.types import ASGIApp
 
 from banaserve.base.clock import Clock, WallClock
-from banaserve.base.config import ServeConfig
+from banaserve.base.config.orchestrator_config import SLO_AWARE
+from banaserve.base.config.serve_config import ServeConfig
 from banaserve.base.errors import BanaServeError, InstanceDeadError, UserError
-from banaserve.base.orchestrator_config import SLO_AWARE
-from banaserve.base.plugins import vllm_version
-from banaserve.base.run_dir import AdminAccess, RunDir, remove_admin, write_admin
+from banaserve.base.platform.run_dir import AdminAccess, RunDir, remove_admin, write_admin
+from banaserve.base.plugins.discovery import vllm_version
 from banaserve.base.types import InstanceId, Role
 from banaserve.contracts.control_api import ControllerState
 from banaserve.contracts.rpc.engine_api import WorkerApi

@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 
 from banaserve.base.net.framing import Framing
-from banaserve.base.plugins import installed_version, vllm_version
+from banaserve.base.plugins.discovery import installed_version, vllm_version
 
 PROTOCOL = 6
 MAX_MESSAGE_BYTES = 1 << 20

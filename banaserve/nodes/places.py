@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from banaserve.base.access.key_files import CLUSTER_KEY_VARIABLE
-from banaserve.base.config import ServeConfig
+from banaserve.base.config.serve_config import ServeConfig
 from banaserve.base.errors import UserError
 from banaserve.base.net.addresses import host_and_port, written
 from banaserve.nodes.credentials import MIN_KEY_BYTES

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from banaserve.base.config.orchestrator_config import ANY_NUMBER, ELASTIC_INTERVAL_S, SLO_AWARE
 from banaserve.base.errors import UserError
-from banaserve.base.names import check_known
-from banaserve.base.orchestrator_config import ANY_NUMBER, ELASTIC_INTERVAL_S, SLO_AWARE
+from banaserve.base.text.names import check_known
 from banaserve.base.types import Role
 from banaserve.orchestrator.control.move_policies import registry as migrations
 from banaserve.orchestrator.control.routing import registry as routings

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from banaserve.base.errors import UserError
-from banaserve.base.records import read_records, unpacked
+from banaserve.base.text.records import read_records, unpacked
 from banaserve.sim.request import SimRequest
 
 _MAX_TOKENS = 10**9

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from banaserve.base.errors import UserError
-from banaserve.base.names import check_known
+from banaserve.base.text.names import check_known
 from banaserve.transport.interface import Transport, TransportOptions
 from banaserve.transport.regions.gpu_memory import CudaGpu
 

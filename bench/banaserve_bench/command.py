@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from banaserve.base.errors import UserError
-from banaserve.base.names import check_known
+from banaserve.base.text.names import check_known
 
 
 class Benchmark(NamedTuple):

@@ -14,7 +14,7 @@ from banaserve.orchestrator.control import turn as control
 from banaserve.orchestrator.control.costs.profile import load as load_profile
 from banaserve.orchestrator.control.move_policies import registry as migrations
 from banaserve.orchestrator.control.routing import registry as routings
-from banaserve_bench.statistics import median
+from banaserve_bench.results.statistics import median
 from banaserve_route.policies.fleet import Fleet
 from banaserve_route.policies.interface import PeerView, ReplicaId, ReplicaView, Request
 from banaserve_route.policies.registry import make

@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from banaserve.base.arguments import Parser
-from banaserve.base.config import MINIATURE
+from banaserve.base.config.serve_config import MINIATURE
 from banaserve.base.errors import UserError
-from banaserve.base.names import check_known
+from banaserve.base.text.names import check_known
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.sim.cluster.cluster import SimCluster
 from banaserve.sim.request import SimRequest
@@ -36,9 +36,9 @@ from banaserve_bench.loadgen.modelled_time import StretchedClock, modelled_time
 from banaserve_bench.loadgen.servers import banaserve_server, end_on_sigterm
 from banaserve_bench.results import result
 from banaserve_bench.results.result import ModelledTime, commit
+from banaserve_bench.results.statistics import median
 from banaserve_bench.serving.timeline import decisions_of
 from banaserve_bench.simulation.run import tallied
-from banaserve_bench.statistics import median
 from benchmarks.elastic.paced_cells import CELLS, WARM_UP_S, PacedCell, requests_of
 from benchmarks.elastic.runs import elastic_system
 from benchmarks.paced_requests import num_equal, sampled

@@ -31,7 +31,7 @@ from banaserve_bench.datasets.items import Words
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve_bench.loadgen.servers import end_on_sigterm
 from banaserve_bench.results import result
-from banaserve_bench.statistics import median
+from banaserve_bench.results.statistics import median
 from benchmarks.elastic_cpu.figures import OURS, PEERS, LoadSample, Work, figures, table
 from benchmarks.elastic_cpu.loads import (
     CONCURRENCY,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from rich.table import Table
 
 from banaserve_bench.results.result import Figure, figure
-from banaserve_bench.statistics import median, paired_ratios
+from banaserve_bench.results.statistics import median, paired_ratios
 
 OURS = "banaserve"
 PEERS = ("round-robin", "prefix-affinity")

@@ -23,7 +23,7 @@ import msgspec
 
 from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
-from banaserve.base.names import check_known
+from banaserve.base.text.names import check_known
 from banaserve_bench.loadgen.servers import LOGS_VARIABLE, end_on_sigterm, end_with_parent
 from banaserve_bench.report.report import write_report
 from benchmarks.gpu import device

@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.progress import Progress
 
 from banaserve.base.arguments import positive
-from banaserve_bench.statistics import median
+from banaserve_bench.results.statistics import median
 from benchmarks.kvstore.disk import DiskBench, DiskTimes, check_direct
 from benchmarks.kvstore.memory import (
     ARRANGEMENTS,

@@ -19,7 +19,7 @@ from banaserve.contracts.trace_events import (
     StepsPlanned,
     TraceLine,
 )
-from banaserve_bench.statistics import median, paired_ratios, percentile
+from banaserve_bench.results.statistics import median, paired_ratios, percentile
 
 HEADLINE_TOKENS = 2_000
 """Context in tokens of the ratio that has a goal."""

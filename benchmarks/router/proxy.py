@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 from banaserve.base.errors import UserError
 from banaserve_bench.loadgen.servers import Server, command_server, end_with_parent, free_port
-from banaserve_bench.statistics import paired_ratios, percentile
+from banaserve_bench.results.statistics import paired_ratios, percentile
 from benchmarks.measurement import Samples
 from benchmarks.router import load
 from benchmarks.router.peers import PEERS, peer_command

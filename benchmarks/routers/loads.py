@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from banaserve.base.records import read_records, unpacked
+from banaserve.base.text.records import read_records, unpacked
 from banaserve.sim.trace import Arrival, read_trace
 from banaserve_route.policies.interface import ReplicaId
 from banaserve_route.policies.prefixes.tree import make_tree

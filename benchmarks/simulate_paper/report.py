@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
-from banaserve.base.statistics import Interval, mean_interval
 from banaserve.sim.result import SIMULATED
 from banaserve_bench.results import result
 from banaserve_bench.results.result import Result
-from banaserve_bench.statistics import paired_ratios
+from banaserve_bench.results.statistics import Interval, mean_interval, paired_ratios
 from benchmarks.simulate_paper.runs import (
     FIGURES,
     LIMIT_FACTOR,

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from rich.table import Table
 
-from banaserve.base.statistics import mean_interval
 from banaserve_bench.results.result import Figure, figure
+from banaserve_bench.results.statistics import mean_interval
 from banaserve_route.sim.world import RequestOutcome, simulate
 from benchmarks.simulate_seeds.cases import PaperCase
 

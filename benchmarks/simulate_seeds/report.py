@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from banaserve.base.statistics import mean_interval
 from banaserve.sim.result import SIMULATED
 from banaserve_bench.results.result import Figure, Result
-from banaserve_bench.statistics import paired_ratios
+from banaserve_bench.results.statistics import mean_interval, paired_ratios
 from benchmarks.simulate_seeds.cases import PAPERS
 from benchmarks.simulate_seeds.claims import ANY, CLAIMS, Claim
 from benchmarks.simulate_seeds.figures import MEASURES, cell, figure_name

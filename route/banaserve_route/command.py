@@ -12,7 +12,7 @@ from banaserve.base.access.key_files import key_option
 from banaserve.base.arguments import Formatter, Options, Parser, option, pairs, values_of
 from banaserve.base.errors import UserError
 from banaserve.base.net.sockets import raise_descriptor_limit
-from banaserve.base.plugins import PluginGroup
+from banaserve.base.plugins.discovery import PluginGroup
 from banaserve.cli.plugins import use_plugins, warn_of_rivalries
 from banaserve.cli.terminal.console import print_error, timed
 from banaserve.frontdoor.lifecycle.listening_socket import bind

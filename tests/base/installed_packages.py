@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.base.plugins import Plugin, PluginGroup
+from banaserve.base.plugins.discovery import Plugin, PluginGroup
 from banaserve.cli.plugins import registries, use_plugins
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.base import fail_points
-from banaserve.base.fail_points import FailPoint, InjectedError
+from banaserve.base.platform import fail_points
+from banaserve.base.platform.fail_points import FailPoint, InjectedError
 
 ROOT = Path(fail_points.__file__).parents[1]
 

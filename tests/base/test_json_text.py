@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from banaserve.base.json_text import PIECE_BYTES, as_utf8
+from banaserve.base.text.json_text import PIECE_BYTES, as_utf8
 
 VALUES = ({"a": "Grüße, 你好 🎉"}, [1, 2], "text", 7, {}, {"a": "b" * 5000})
 ENCODINGS = (

@@ -11,7 +11,7 @@ from random import Random
 import pytest
 
 from banaserve.base.errors import NoInstanceError, PolicyError, UserError
-from banaserve.base.plugins import Plugin, PluginGroup
+from banaserve.base.plugins.discovery import Plugin, PluginGroup
 from banaserve.base.types import ClusterView, InstanceId, InstanceView, RequestId, RequestView, Role
 from banaserve.cli.plugins import use_plugins
 from banaserve.kvstore.tiers.registry import TIERS, distributed_tier

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.base.plugins import PluginGroup, load_plugins
+from banaserve.base.plugins.discovery import PluginGroup, load_plugins
 from banaserve.cli.plugins import REGISTRIES, rivalries, use_plugins
 from banaserve.orchestrator.control.routing import registry as routing
 from installed_packages import ROUTING, install, of_others, plugin_site, routing_plugin

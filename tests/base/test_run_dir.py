@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.base.run_dir import RunDir, open_run_dir
+from banaserve.base.platform.run_dir import RunDir, open_run_dir
 
 _NUM_RUNS = 16
 

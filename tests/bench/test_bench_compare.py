@@ -10,7 +10,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from banaserve.base.config import ServeConfig
+from banaserve.base.config.serve_config import ServeConfig
 from banaserve.base.errors import UserError
 from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.orchestrator.control.routing import registry

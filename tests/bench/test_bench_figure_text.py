@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from banaserve.base.figure_text import interval_text, number, row, with_half
-from banaserve_bench.units import scaled
+from banaserve_bench.results.figure_text import interval_text, number, row, with_half
+from banaserve_bench.results.units import scaled
 
 
 @pytest.mark.parametrize(

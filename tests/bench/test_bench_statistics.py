@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from banaserve.base.statistics import mean_interval
-from banaserve_bench.statistics import median, paired_ratios, percentile, spread_fraction
+from banaserve_bench.results.statistics import (
+    mean_interval,
+    median,
+    paired_ratios,
+    percentile,
+    spread_fraction,
+)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from banaserve.base.errors import UserError
-from banaserve.base.run_dir import AdminAccess, open_run_dir, write_admin
+from banaserve.base.platform.run_dir import AdminAccess, open_run_dir, write_admin
 from banaserve.cli.admin.chat import pieces
 from banaserve.cli.main import main
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from banaserve.base import models
-from banaserve.base.config import ServeConfig
+from banaserve.base.config.serve_config import ServeConfig
 from banaserve.base.errors import UserError
-from banaserve.base.run_dir import RunDir
+from banaserve.base.platform.run_dir import RunDir
 from banaserve.cli.doctor import checks, command
 from banaserve.cli.doctor.checks import CheckStatus, Finding
 from banaserve.cli.main import main

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.base import plugins
 from banaserve.base.errors import UserError
-from banaserve.base.plugins import PluginGroup
+from banaserve.base.plugins import discovery as plugins
+from banaserve.base.plugins.discovery import PluginGroup
 from banaserve.cli import main as cli
 from banaserve.cli.commands import OFFERED_BY
 from banaserve.cli.serve.command import serve_command

@@ -12,7 +12,7 @@ from threading import Thread
 
 import pytest
 
-from banaserve.base.run_dir import AdminAccess, open_run_dir, write_admin
+from banaserve.base.platform.run_dir import AdminAccess, open_run_dir, write_admin
 from banaserve.cli.main import main
 from certificates import write_certificate
 

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.base.config import Budget, ServeConfig
+from banaserve.base.config.serve_config import Budget, ServeConfig
 from banaserve.base.errors import UserError
 from banaserve.base.types import Role
 from banaserve.contracts.rpc.engine_api import CoreApi

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.base.config import Budget
+from banaserve.base.config.serve_config import Budget
 from banaserve.contracts.rpc.engine_api import CoreApi
 from banaserve.contracts.rpc.typed_rpc import call
 from banaserve.contracts.trace_events import EngineAnswer

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from banaserve.base.config import Budget
+from banaserve.base.config.serve_config import Budget
 from banaserve.base.errors import MigrationError, ProtocolError
 from banaserve.contracts.move_phase import MovePhase
 from banaserve.contracts.rpc.engine_api import CoreApi, PoolResize, PoolStatus, WorkerApi

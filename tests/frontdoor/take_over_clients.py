@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from banaserve.base.run_dir import find_admin
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.frontdoor.admin_client import AdminClient
 from observing import until
 from server_run import Run

@@ -17,7 +17,7 @@ from fastapi import Body, FastAPI
 from prometheus_client.registry import REGISTRY
 
 from banaserve.base.errors import UserError
-from banaserve.base.json_text import as_utf8
+from banaserve.base.text.json_text import as_utf8
 from banaserve.engine.engine_args import parse_vllm_argv
 from banaserve.frontdoor.app import vllm_app
 from banaserve.frontdoor.bodies.bounds import (

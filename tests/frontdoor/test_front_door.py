@@ -22,12 +22,12 @@ pytest.importorskip("vllm")
 
 from starlette.types import Receive, Scope, Send
 
-from banaserve.base import run_dir
 from banaserve.base.access.cache_salt import tenant
 from banaserve.base.access.tenants import TenantKey
-from banaserve.base.config import ServeConfig
+from banaserve.base.config.serve_config import ServeConfig
 from banaserve.base.errors import UserError
-from banaserve.base.run_dir import open_run_dir
+from banaserve.base.platform import run_dir
+from banaserve.base.platform.run_dir import open_run_dir
 from banaserve.base.types import RequestLimits, Role
 from banaserve.cli.serve import machine
 from banaserve.cli.serve.command_line import parse_serve_argv

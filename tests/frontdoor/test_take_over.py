@@ -21,7 +21,7 @@ import uvloop
 pytest.importorskip("vllm")
 
 from banaserve.base.errors import UserError
-from banaserve.base.run_dir import AdminAccess, find_offer, open_run_dir, write_admin
+from banaserve.base.platform.run_dir import AdminAccess, find_offer, open_run_dir, write_admin
 from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.frontdoor.app import ApiServer
 from banaserve.frontdoor.lifecycle import listening_socket

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
-from banaserve.base import records
 from banaserve.base.errors import UserError
+from banaserve.base.text import records
 from banaserve.sim.trace import read_trace
 from banaserve_bench.datasets.entries import read_entries
 from banaserve_bench.simulation.lengths import read_lengths

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from banaserve.base.errors import UserError
-from banaserve.base.plugins import PluginGroup, load_plugins
+from banaserve.base.plugins.discovery import PluginGroup, load_plugins
 from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.kvstore.daemon.options import DaemonOptions, StoreOptions
 from banaserve.kvstore.daemon.process import main

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from banaserve.base.errors import ProtocolError
-from banaserve.base.fail_points import VARIABLE, FailPoint
+from banaserve.base.platform.fail_points import VARIABLE, FailPoint
 from banaserve.kvstore.client.admin import set_peers
 from banaserve.kvstore.daemon.connections.peer_server import PeerServer
 from banaserve.kvstore.daemon.pushes.receiving import Reception

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from banaserve.base.run_dir import RunDir
+from banaserve.base.platform.run_dir import RunDir
 from banaserve.base.types import InstanceId, ModulePlacement, Role
 from banaserve.contracts.migration_api import Migration, MoveLayers
 from banaserve.migration.kv.host_kv import blocks_gained

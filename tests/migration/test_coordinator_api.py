@@ -20,7 +20,7 @@ import migration_doubles as doubles
 from admin_server import AdminServer
 from banaserve.base.access.tenants import TenantKey
 from banaserve.base.errors import UserError
-from banaserve.base.run_dir import AdminAccess, find_admin, open_run_dir, write_admin
+from banaserve.base.platform.run_dir import AdminAccess, find_admin, open_run_dir, write_admin
 from banaserve.cli.main import main
 from banaserve.contracts.migration_api import MoveLayers
 from banaserve.frontdoor import admin_client

@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 
 import migration_doubles as doubles
 from banaserve.base.errors import MigrationError, UserError
-from banaserve.base.run_dir import RunDir
+from banaserve.base.platform.run_dir import RunDir
 from banaserve.base.types import InstanceId
 from banaserve.contracts.migration_api import MoveLayers, ShareRequest
 from banaserve.migration.guest.throttle import ComputeThrottle

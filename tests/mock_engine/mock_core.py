@@ -22,7 +22,7 @@ import msgspec
 import zmq
 
 import mock_protocol as protocol
-from banaserve.base.config import Budget
+from banaserve.base.config.serve_config import Budget
 from banaserve.contracts.rpc.engine_api import CoreApi, PoolResize, PoolStatus, WorkerApi
 from banaserve.contracts.rpc.typed_rpc import implements
 from banaserve.engine.continuation import output_of

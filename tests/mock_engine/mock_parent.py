@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 import mock_core
-from banaserve.base.fail_points import FailPoint, reach
+from banaserve.base.platform.fail_points import FailPoint, reach
 from banaserve.base.platform.processes import die_with_parent, show_life
 from banaserve.serving.launch import messages
 

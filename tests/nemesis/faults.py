@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 
 from banaserve.base.errors import UserError
-from banaserve.base.fail_points import FailPoint
+from banaserve.base.platform.fail_points import FailPoint
 from banaserve.base.platform.processes import is_running
-from banaserve.base.run_dir import find_admin
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.contracts.migration_api import MoveLayers
 from banaserve.frontdoor.admin_client import AdminClient
 from link import Link

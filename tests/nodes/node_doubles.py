@@ -16,7 +16,7 @@ import pytest
 
 from banaserve.base.net.addresses import written
 from banaserve.base.platform.processes import is_running
-from banaserve.base.run_dir import RunDir
+from banaserve.base.platform.run_dir import RunDir
 from banaserve.base.types import InstanceId, Role
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.migration.rpc.messages import GuestAddress

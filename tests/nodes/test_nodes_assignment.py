@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from banaserve.base.config import ServeConfig
+from banaserve.base.config.serve_config import ServeConfig
 from banaserve.base.errors import UserError
 from banaserve.base.types import InstanceId, Role
 from banaserve.nodes.server.assignment import InstanceNeed, NodeAssignment, NodeFacts, assign, room

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from safetensors.numpy import load_file
 
 from banaserve.base import models
-from banaserve.base.config import MINIATURE, ServeConfig
+from banaserve.base.config.serve_config import MINIATURE, ServeConfig
 from banaserve.base.errors import UserError
 from banaserve.base.models import miniature
 from banaserve.base.models.miniature import Miniature

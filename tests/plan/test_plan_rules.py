@@ -8,7 +8,6 @@ from random import Random
 import pytest
 
 from banaserve.base.errors import UserError
-from banaserve.base.statistics import mean_interval
 from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.orchestrator.control.costs.profile import ErrorSection, load
 from banaserve.orchestrator.control.costs.steps import StepCosts
@@ -27,6 +26,7 @@ from banaserve_bench.plan.gain import (
 )
 from banaserve_bench.plan.loads import feasible_share, longer, read_loads
 from banaserve_bench.plan.trial import StepError, scenarios
+from banaserve_bench.results.statistics import mean_interval
 from banaserve_bench.simulation.job import AskedSystem, job
 from depth import chosen_seed, says_seed
 

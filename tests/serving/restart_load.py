@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import httpx
 
-from banaserve.base.run_dir import find_admin
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.contracts.restart_api import RestartRequest, RollingRestart
 from banaserve.frontdoor.admin_client import AdminClient
 from observing import writer

@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 import model_shapes
 from banaserve.base.clock import WallClock
 from banaserve.base.errors import InstanceDeadError
-from banaserve.base.run_dir import RunDir
+from banaserve.base.platform.run_dir import RunDir
 from banaserve.base.types import InstanceId, Role
 from banaserve.serving.instances import instance as instances
 from banaserve.serving.instances import probe, supervisor

@@ -21,11 +21,11 @@ from banaserve.base.types import (
 from banaserve.orchestrator.control.costs.profile import load
 from banaserve.orchestrator.control.routing.slo_aware import SloAware
 from banaserve.sim.cluster.cluster import SimCluster
-from banaserve.sim.cluster.events import Event, arrange
 from banaserve.sim.request import SimRequest
 from banaserve.sim.result import LatencyLimits
 from banaserve.sim.system import System, preset
 from banaserve.sim.timeline import Timeline
+from banaserve_bench.simulation.events import Event, arrange
 from banaserve_bench.simulation.run import simulate
 from banaserve_bench.simulation.workload import Lengths, LoadPhase, drawn
 

@@ -10,9 +10,9 @@ import pytest
 from banaserve.orchestrator.control.costs.profile import load
 from banaserve.orchestrator.control.rebalancing import RebalanceOptions
 from banaserve.sim.cluster.cluster import SimCluster
-from banaserve.sim.cluster.events import Event, arrange
 from banaserve.sim.system import System, preset
 from banaserve.sim.timeline import Timeline
+from banaserve_bench.simulation.events import Event, arrange
 from banaserve_bench.simulation.run import simulate
 from banaserve_bench.simulation.workload import Lengths, LoadPhase, drawn
 from depth import seeds

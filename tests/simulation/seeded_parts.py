@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.sampling_params import SamplingParams
 
-from banaserve.base.run_dir import RunDir
+from banaserve.base.platform.run_dir import RunDir
 from banaserve.base.types import InstanceId, Role
 from banaserve.engine.compat import engine as compat
 from banaserve.serving.instances.instance import Instance

@@ -24,9 +24,9 @@ import pytest
 import torch
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from banaserve.base.config import Budget
+from banaserve.base.config.serve_config import Budget
 from banaserve.base.errors import BanaServeError, InstanceDeadError, MigrationError, UserError
-from banaserve.base.run_dir import RunDir
+from banaserve.base.platform.run_dir import RunDir
 from banaserve.base.types import InstanceId, Role
 from banaserve.contracts.migration_api import MigrationRequest, MoveHeads, MoveLayers, Return
 from banaserve.contracts.move_phase import ALLOWED, MovePhase

@@ -12,7 +12,7 @@ from typing import Any
 from banaserve.base.access.key_files import key_option
 from banaserve.base.arguments import argument, option
 from banaserve.base.errors import UserError
-from banaserve.base.run_dir import admin_on, find_admin
+from banaserve.base.platform.run_dir import admin_on, find_admin
 from banaserve.cli.admin.options import ServerChoice
 from banaserve.cli.app import App
 from banaserve.frontdoor.admin_client import ServerApi

@@ -9,7 +9,7 @@ from pathlib import Path
 from banaserve.base.access.key_files import key_option
 from banaserve.base.arguments import option
 from banaserve.base.errors import UserError
-from banaserve.base.run_dir import find_admin
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.frontdoor.admin_client import AdminClient
 
 _GROUP = "server"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from banaserve.base.arguments import option
 from banaserve.base.errors import UserError
-from banaserve.base.run_dir import admin_note, find_admin_dir
+from banaserve.base.platform.run_dir import admin_note, find_admin_dir
 from banaserve.cli.app import App
 from banaserve.frontdoor.admin_client import AdminClient
 from banaserve.frontdoor.page.records import page_link

@@ -10,7 +10,7 @@ from enum import Enum
 from functools import partial
 from pathlib import Path
 
-from banaserve.base.config import ServeConfig
+from banaserve.base.config.serve_config import ServeConfig
 from banaserve.base.errors import UserError
 from banaserve.base.platform.cpu_features import choose_dtype
 from banaserve.cli.serve import machine

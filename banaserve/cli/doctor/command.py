@@ -21,13 +21,13 @@ import banaserve
 from banaserve.base import models
 from banaserve.base.access.key_files import CLUSTER_KEY_VARIABLE, key_option
 from banaserve.base.arguments import option
-from banaserve.base.config import PORT_RULE, ServeConfig
+from banaserve.base.config.serve_config import PORT_RULE, ServeConfig
 from banaserve.base.errors import UserError
 from banaserve.base.models import cache
 from banaserve.base.net.sockets import raise_descriptor_limit
 from banaserve.base.platform.cpu_features import read_cpu_flags
 from banaserve.base.platform.linux import MADV_POPULATE_WRITE, available_memory_bytes
-from banaserve.base.plugins import PluginGroup, installed_version, load_plugins
+from banaserve.base.plugins.discovery import PluginGroup, installed_version, load_plugins
 from banaserve.cli.app import App
 from banaserve.cli.doctor import checks
 from banaserve.cli.doctor.checks import CheckStatus, Finding, Remedies, missing, ok, warning

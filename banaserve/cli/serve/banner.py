@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
-from banaserve.base.config import MINIATURE, ServeConfig
+from banaserve.base.config.serve_config import MINIATURE, ServeConfig
 from banaserve.base.platform.cpu_features import DtypeChoice
-from banaserve.base.run_dir import RunDir, admin_note
+from banaserve.base.platform.run_dir import RunDir, admin_note
 from banaserve.cli.serve.engine_options import (
     EAGER,
     compile_choice,

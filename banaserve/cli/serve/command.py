@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import urlsplit
 
-from banaserve.base.config import ServeConfig
+from banaserve.base.config.orchestrator_config import OrchestratorConfig
+from banaserve.base.config.serve_config import ServeConfig
 from banaserve.base.models import ResolvedModel, cache
 from banaserve.base.net.sockets import raise_descriptor_limit
-from banaserve.base.orchestrator_config import OrchestratorConfig
 from banaserve.base.platform.linux import available_memory_bytes
-from banaserve.base.plugins import PluginGroup
-from banaserve.base.run_dir import RunDir, find_offer, open_run_dir
+from banaserve.base.platform.run_dir import RunDir, find_offer, open_run_dir
+from banaserve.base.plugins.discovery import PluginGroup
 from banaserve.cli.plugins import rivalries, use_plugins
 from banaserve.cli.serve import emulation, machine
 from banaserve.cli.serve.command_line import make_parser, parse_serve_argv

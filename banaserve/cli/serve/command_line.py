@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from banaserve.base.arguments import Formatter, Parser, values_of
-from banaserve.base.config import ServeConfig
+from banaserve.base.config.serve_config import ServeConfig
 from banaserve.base.errors import UserError
-from banaserve.base.names import check_known
+from banaserve.base.text.names import check_known
 from banaserve.orchestrator.control.move_policies import registry as migration_policies
 from banaserve.orchestrator.control.routing import registry as routing_policies
 from banaserve.transport import registry as transports

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from banaserve.base import models
-from banaserve.base.config import MINIATURE, ServeConfig
+from banaserve.base.config.serve_config import MINIATURE, ServeConfig
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.costs.devices import device_of

@@ -13,12 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from banaserve.base import models
-from banaserve.base.config import GUEST_STALL_ON_CPU_S, GUEST_STALL_ON_GPU_S, ServeConfig
+from banaserve.base.config.serve_config import (
+    GUEST_STALL_ON_CPU_S,
+    GUEST_STALL_ON_GPU_S,
+    ServeConfig,
+)
 from banaserve.base.errors import MigrationError, UserError
 from banaserve.base.models import ResolvedModel
 from banaserve.base.platform.cpu_features import DtypeChoice, choose_dtype, read_cpu_flags
 from banaserve.base.platform.linux import available_memory_bytes
-from banaserve.base.run_dir import RunDir
+from banaserve.base.platform.run_dir import RunDir
 from banaserve.base.types import Role
 from banaserve.cli.serve import emulation, machine
 from banaserve.cli.serve.machine import CompileChoice, choose_compiling, find_compiler

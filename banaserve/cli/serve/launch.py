@@ -18,12 +18,12 @@ import torch
 import uvloop
 
 from banaserve.base import models
-from banaserve.base.config import ServeConfig
+from banaserve.base.config.serve_config import ServeConfig
 from banaserve.base.errors import UserError
 from banaserve.base.models import ResolvedModel
 from banaserve.base.net.tls import ServerTls
 from banaserve.base.platform.linux import limit_heaps
-from banaserve.base.run_dir import RunDir
+from banaserve.base.platform.run_dir import RunDir
 from banaserve.base.types import Role
 from banaserve.cli.serve import emulation, machine
 from banaserve.cli.serve.engine_options import (

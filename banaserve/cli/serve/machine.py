@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from banaserve.base.config import MINIATURE, ServeConfig
+from banaserve.base.config.serve_config import MINIATURE, ServeConfig
 from banaserve.base.errors import UserError
 from banaserve.kvstore.sizes import format_size, parse_size
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from banaserve.base.config import Budget
+from banaserve.base.config.serve_config import Budget
 from banaserve.contracts.trace_events import EngineAnswer
 from banaserve.kvstore.fingerprint import Fingerprint
 

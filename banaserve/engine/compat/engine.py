@@ -32,7 +32,7 @@ from vllm.v1.metrics.stats import (
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.structured_output import StructuredOutputManager
 
-from banaserve.base.config import Budget
+from banaserve.base.config.serve_config import Budget
 from banaserve.contracts.rpc.engine_api import CoreApi
 from banaserve.contracts.rpc.typed_rpc import implements
 from banaserve.contracts.trace_events import EngineAnswer

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from banaserve.base.run_dir import tail_of
+from banaserve.base.platform.run_dir import tail_of
 
 _ERROR = re.compile(r"\b((?:[\w.]*(?:Error|Exception)): .{1,300})")
 _LAST_LINES = 200

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from banaserve.base.errors import StoreUnavailableError, UserError
-from banaserve.base.names import check_known
+from banaserve.base.text.names import check_known
 from banaserve.engine.compat.kv_connector import (
     KVConnectorMetadata,
     KVConnectorStats,

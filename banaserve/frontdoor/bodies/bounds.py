@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from banaserve.base.errors import BanaServeError, UserError
-from banaserve.base.names import check_known
+from banaserve.base.text.names import check_known
 
 
 class BodyRefusedError(BanaServeError):

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from banaserve.base.json_text import as_utf8
+from banaserve.base.text.json_text import as_utf8
 from banaserve.frontdoor.bodies.bounds import (
     BodyRefusedError,
     Outline,

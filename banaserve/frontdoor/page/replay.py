@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from banaserve.base.errors import UserError
-from banaserve.base.records import unpacked
+from banaserve.base.text.records import unpacked
 from banaserve.contracts.control_api import (
     DECISION_LOG_VERSION,
     ControllerState,

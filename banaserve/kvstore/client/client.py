@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from banaserve.base.errors import StoreUnavailableError
-from banaserve.base.fail_points import FailPoint, reach
+from banaserve.base.platform.fail_points import FailPoint, reach
 from banaserve.kvstore import wire
 from banaserve.kvstore.client.channel import FIRST_RETRY_S, StoreChannel, StoreLink
 from banaserve.kvstore.fingerprint import Fingerprint

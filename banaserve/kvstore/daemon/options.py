@@ -10,7 +10,7 @@ from typing import Any
 
 from banaserve.base.access.key_files import PEER_KEY_VARIABLE, key_option
 from banaserve.base.arguments import derived, option, options_of, values_of
-from banaserve.base.config import ServeConfig
+from banaserve.base.config.serve_config import ServeConfig
 from banaserve.base.errors import UserError
 from banaserve.base.net.addresses import host_and_port
 from banaserve.kvstore.sizes import parse_size

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 
 from banaserve.base.arguments import Parser, values_of
 from banaserve.base.errors import UserError
-from banaserve.base.plugins import PluginGroup, load_plugins
+from banaserve.base.plugins.discovery import PluginGroup, load_plugins
 from banaserve.kvstore.daemon.options import DaemonOptions
 from banaserve.kvstore.daemon.server import StoreServer
 from banaserve.kvstore.tiers.registry import TIERS

@@ -11,8 +11,8 @@ from contextlib import suppress
 from urllib.parse import urlsplit
 
 from banaserve.base.errors import ProtocolError, UserError
-from banaserve.base.fail_points import FailPoint, reach
 from banaserve.base.net.addresses import host_and_port
+from banaserve.base.platform.fail_points import FailPoint, reach
 from banaserve.base.platform.linux import is_own, open_peer_pidfd, peer_of
 from banaserve.kvstore import wire
 from banaserve.kvstore.daemon.carved_pool import CarvedPool

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from banaserve.base.errors import StoreUnavailableError, UserError
 from banaserve.base.platform.processes import in_daemon_thread, wait_ended, wait_readable
+from banaserve.base.platform.run_dir import tail_of
 from banaserve.base.platform.stall_watch import StallWatch
-from banaserve.base.run_dir import tail_of
 from banaserve.kvstore.client.admin import fetch_stats, set_peers
 from banaserve.kvstore.daemon.options import StoreOptions
 

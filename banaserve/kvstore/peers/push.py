@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from banaserve.base.errors import ProtocolError
-from banaserve.base.fail_points import FailPoint, InjectedError, reach
 from banaserve.base.net.addresses import written
+from banaserve.base.platform.fail_points import FailPoint, InjectedError, reach
 from banaserve.kvstore.peers import messages
 from banaserve.kvstore.peers.link import ANSWER_S, HEARTBEAT_S, RETRY_S, connect_to_peer, exchange
 from banaserve.kvstore.tiers.interface import BlockBytes

@@ -5,9 +5,9 @@ from __future__ import annotations
 from urllib.parse import urlsplit
 
 from banaserve.base.errors import UserError
-from banaserve.base.implementation_checks import check_call, check_class
-from banaserve.base.names import check_known
-from banaserve.base.registry import Registry
+from banaserve.base.plugins.implementation_checks import check_call, check_class
+from banaserve.base.plugins.registry import Registry
+from banaserve.base.text.names import check_known
 from banaserve.kvstore.stats import PEERS
 from banaserve.kvstore.tiers.interface import StoreTier, UrlTier
 

@@ -15,8 +15,8 @@ import psutil
 import torch
 
 from banaserve.base.errors import MigrationError, ProtocolError, UserError
-from banaserve.base.fail_points import FailPoint, reach
 from banaserve.base.platform import huge_pages
+from banaserve.base.platform.fail_points import FailPoint, reach
 from banaserve.engine.compat.config import VllmConfig, adopt_kv_layout, is_on_cpu
 from banaserve.migration.guest.throttle import ComputeThrottle, run_low_priority
 from banaserve.migration.modules.partial_model import device_of

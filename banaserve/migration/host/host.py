@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from banaserve.base.errors import BanaServeError, GuestLostError, MigrationError, UserError
-from banaserve.base.fail_points import FailPoint, reach
+from banaserve.base.platform.fail_points import FailPoint, reach
 from banaserve.contracts.move_phase import ModelGeometry, MovePhase
 from banaserve.engine.compat.runner import hooks as runner_hooks
 from banaserve.engine.compat.runner.experts import experts_of

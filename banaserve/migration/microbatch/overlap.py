@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from torch import nn
 
-from banaserve.base.config import MAX_MICROBATCHES
+from banaserve.base.config.serve_config import MAX_MICROBATCHES
 from banaserve.base.errors import MigrationError
 from banaserve.engine.compat.runner.attention import get_forward_context
 from banaserve.migration.kv.step_context import StepContext

@@ -15,7 +15,7 @@ import psutil
 from banaserve.base.errors import BanaServeError, ProtocolError, UserError
 from banaserve.base.net.addresses import written
 from banaserve.base.platform.linux import available_memory_bytes, visible_gpus
-from banaserve.base.run_dir import RunDir
+from banaserve.base.platform.run_dir import RunDir
 from banaserve.nodes.agent.session import NodeSession
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import CONNECT_S, NodeLink, NodeLostError, accepted

@@ -17,7 +17,7 @@ import psutil
 
 from banaserve.base.errors import BanaServeError, UserError
 from banaserve.base.platform.linux import available_memory_bytes, visible_gpus
-from banaserve.base.run_dir import RunDir
+from banaserve.base.platform.run_dir import RunDir
 from banaserve.contracts.environment import STORE_VARIABLE, set_environment
 from banaserve.kvstore.daemon.options import PeerOptions, StoreOptions
 from banaserve.kvstore.daemon.supervised import SupervisedStore

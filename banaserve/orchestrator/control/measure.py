@@ -14,7 +14,7 @@ from enum import StrEnum
 from operator import attrgetter
 
 from banaserve.base.errors import UserError
-from banaserve.base.names import check_known
+from banaserve.base.text.names import check_known
 from banaserve.base.types import ClusterView, InstanceId, InstanceReport, InstanceView, Load
 
 STALE_AFTER_S = 2.0

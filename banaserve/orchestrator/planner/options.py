@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from banaserve.base.errors import UserError
-from banaserve.base.names import check_known
+from banaserve.base.text.names import check_known
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.routing import registry as routings
 from banaserve.orchestrator.planner.candidates import modules

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from banaserve.base.clock import Clock
 from banaserve.base.errors import MigrationError
 from banaserve.base.platform.linux import available_memory_bytes
-from banaserve.base.run_dir import RunDir
+from banaserve.base.platform.run_dir import RunDir
 from banaserve.base.types import InstanceId, Role
 from banaserve.kvstore.sizes import format_size
 from banaserve.serving.instances.instance import Instance

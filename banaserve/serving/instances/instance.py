@@ -24,7 +24,7 @@ import zmq.asyncio
 from banaserve.base.clock import Clock
 from banaserve.base.errors import InstanceDeadError
 from banaserve.base.platform import linux, processes
-from banaserve.base.run_dir import RunDir
+from banaserve.base.platform.run_dir import RunDir
 from banaserve.base.types import NO_WAYS, Distance, InstanceId, InstanceView, ModulePlacement, Role
 from banaserve.engine.compat import engine as compat
 from banaserve.engine.compat.config import VllmConfig, kv_token_bytes

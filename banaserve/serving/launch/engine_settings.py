@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 import xxhash
 
-from banaserve.base.config import Budget, ServeConfig
+from banaserve.base.config.serve_config import Budget, ServeConfig
 from banaserve.base.errors import NoAnswerError, UserError
 from banaserve.base.types import Role
 from banaserve.contracts.rpc.engine_api import CoreApi

@@ -14,7 +14,7 @@ import msgspec
 
 from banaserve.base.clock import WallClock
 from banaserve.base.errors import BanaServeError, MigrationError
-from banaserve.base.names import check_known
+from banaserve.base.text.names import check_known
 from banaserve.base.types import InstanceId
 from banaserve.contracts.migration_api import (
     ExpertLoad,

@@ -11,7 +11,7 @@ import logging
 from collections.abc import AsyncIterator
 
 from banaserve.base.errors import BanaServeError, MigrationError
-from banaserve.base.run_dir import RunDir
+from banaserve.base.platform.run_dir import RunDir
 from banaserve.base.types import InstanceId, ModulePlacement
 from banaserve.contracts.rpc.typed_rpc import call
 from banaserve.engine.compat.config import VllmConfig

@@ -12,10 +12,10 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from banaserve.base.config import LEAST_GUEST_SHARE
+from banaserve.base.config.serve_config import LEAST_GUEST_SHARE
 from banaserve.base.errors import MigrationError
 from banaserve.base.platform import processes
-from banaserve.base.run_dir import RunDir
+from banaserve.base.platform.run_dir import RunDir
 from banaserve.base.types import InstanceId
 from banaserve.contracts.rpc.typed_rpc import call
 from banaserve.migration.ranks import check_devices

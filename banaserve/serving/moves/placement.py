@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import msgspec
 
 from banaserve.base.errors import BanaServeError
-from banaserve.base.names import check_known
+from banaserve.base.text.names import check_known
 from banaserve.base.types import InstanceId
 from banaserve.contracts.migration_api import (
     ClusterPlacement,

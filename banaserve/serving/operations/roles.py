@@ -9,7 +9,7 @@ from math import inf
 
 from banaserve.base.clock import Clock
 from banaserve.base.errors import MigrationError, NoAnswerError, UserError
-from banaserve.base.names import check_known
+from banaserve.base.text.names import check_known
 from banaserve.base.types import InstanceId, Role
 from banaserve.contracts.instances import DrainState, RoleChange
 from banaserve.serving.instances.instance import Instance

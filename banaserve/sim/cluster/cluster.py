@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from banaserve.base.errors import UserError
-from banaserve.base.names import check_known
+from banaserve.base.text.names import check_known
 from banaserve.base.types import InstanceId, Role
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.orchestrator.control.rebalancing import RebalanceOptions

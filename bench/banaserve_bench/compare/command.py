@@ -30,7 +30,7 @@ from tokenizers import Tokenizer
 
 from banaserve.base import models
 from banaserve.base.errors import UserError
-from banaserve.base.run_dir import find_admin
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.contracts.control_api import RoleRequest
 from banaserve.contracts.migration_api import Return
 from banaserve.frontdoor.admin_client import AdminClient

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from banaserve.base import models
 from banaserve.base.arguments import Parser
-from banaserve.base.config import MINIATURE
+from banaserve.base.config.serve_config import MINIATURE
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve_bench.compare.result import Workload

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from banaserve.base.errors import UserError
-from banaserve.base.records import read_records, unpacked
+from banaserve.base.text.records import read_records, unpacked
 from banaserve.sim.trace import read_trace
 from banaserve_bench.datasets.files import prompt_of, prompt_templates
 

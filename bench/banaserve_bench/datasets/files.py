@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from banaserve.base.errors import UserError
-from banaserve.base.names import check_known
+from banaserve.base.text.names import check_known
 
 _FILES = {
     "alpaca": ("yahma/alpaca-cleaned", "alpaca_data_cleaned.json"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from banaserve.base.errors import UserError
-from banaserve.base.names import check_known
+from banaserve.base.text.names import check_known
 from banaserve_bench.datasets import synthetic_datasets
 from banaserve_bench.datasets.entries import DatasetEntry, read_entries
 from banaserve_bench.datasets.files import data_folder, dataset_files, fetch

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from banaserve.base.errors import UserError
-from banaserve.base.names import check_known
+from banaserve.base.text.names import check_known
 from banaserve_bench.datasets.entries import read_entries
 from banaserve_bench.datasets.files import data_folder, dataset_files
 from banaserve_bench.datasets.synthetic_prompts import write_prompt

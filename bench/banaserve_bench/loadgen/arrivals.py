@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from banaserve.base.errors import UserError
-from banaserve.base.names import check_known
+from banaserve.base.text.names import check_known
 
 KINDS = ("closed", "gamma", "poisson", "trace")
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from banaserve.base.statistics import Interval, mean_interval
+from banaserve_bench.results.statistics import Interval, mean_interval
 
 WORTH = 1.05
 """Least gain that pays for a split: a smaller one is no reason to run it."""

@@ -6,13 +6,13 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from banaserve.base.figure_text import interval_text, number
-from banaserve.base.statistics import Interval
 from banaserve.cli.terminal.console import print_rows
 from banaserve.sim.result import SIMULATED
 from banaserve_bench.plan.advisor import Advice, CounterOffer, PlanQuestion, Result, Screening
 from banaserve_bench.plan.flips import Flip
 from banaserve_bench.plan.gain import MOST_RATIO, WORTH, Answer
+from banaserve_bench.results.figure_text import interval_text, number
+from banaserve_bench.results.statistics import Interval
 from banaserve_bench.simulation.command import measured_words
 from banaserve_bench.simulation.job import SimulationJob
 

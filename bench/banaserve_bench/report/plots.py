@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from banaserve.base.errors import UserError
-from banaserve.base.figure_text import number
 from banaserve_bench.report.standings import load_words, loads_of
+from banaserve_bench.results.figure_text import number
 from banaserve_bench.serving.summary import Summary
 from banaserve_bench.serving.timeline import InstanceTimeline
 

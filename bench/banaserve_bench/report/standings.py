@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from banaserve.base.statistics import mean_interval
+from banaserve_bench.results.statistics import mean_interval
 from banaserve_bench.serving.summary import Summary
 
 MIN_LEAD_FRACTION = 0.01

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from banaserve.base.figure_text import interval_text, number, row, with_half
-from banaserve.base.statistics import mean_interval
 from banaserve_bench.report.standings import (
     MIN_LEAD_FRACTION,
     MIN_LEAD_OF_ONE_RUN_FRACTION,
@@ -16,9 +14,11 @@ from banaserve_bench.report.standings import (
     loads_of,
     standings,
 )
+from banaserve_bench.results.figure_text import interval_text, number, row, with_half
 from banaserve_bench.results.result import Figure
+from banaserve_bench.results.statistics import mean_interval
+from banaserve_bench.results.units import NO_VALUE, scaled
 from banaserve_bench.serving.summary import Summary
-from banaserve_bench.units import NO_VALUE, scaled
 
 Table = list[list[str]]
 LIKE_THE_BEST = "≈"

@@ -24,7 +24,7 @@ from rich.table import Table
 
 import banaserve
 from banaserve.base.errors import UserError
-from banaserve_bench.statistics import median, spread_fraction
+from banaserve_bench.results.statistics import median, spread_fraction
 
 _MAX_LINE = 400
 _CODE = (

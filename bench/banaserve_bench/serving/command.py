@@ -28,8 +28,7 @@ from rich.table import Table
 
 from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
-from banaserve.base.figure_text import interval_text
-from banaserve.base.names import check_known
+from banaserve.base.text.names import check_known
 from banaserve_bench.datasets.items import Dataset, WantedLengths, Words
 from banaserve_bench.loadgen.arrivals import KINDS
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
@@ -37,7 +36,9 @@ from banaserve_bench.loadgen.loops import run_fast
 from banaserve_bench.loadgen.modelled_time import modelled_time
 from banaserve_bench.loadgen.target import ServerUnderTest, find_target, load_tokenizer, try_out
 from banaserve_bench.results import result
+from banaserve_bench.results.figure_text import interval_text
 from banaserve_bench.results.result import ModelledTime
+from banaserve_bench.results.units import NO_VALUE
 from banaserve_bench.serving.cell import CellId, Progress
 from banaserve_bench.serving.run import (
     RunFolder,
@@ -47,7 +48,6 @@ from banaserve_bench.serving.run import (
     stopped_by_signals,
 )
 from banaserve_bench.serving.summary import LATENCIES, Slo, Summary
-from banaserve_bench.units import NO_VALUE
 
 _ROWS = (
     ("requests/s", "requests_per_s", 1.0),

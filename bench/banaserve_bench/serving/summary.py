@@ -8,8 +8,8 @@ from typing import NamedTuple
 import msgspec
 
 from banaserve_bench.loadgen.client import RequestRecord
+from banaserve_bench.results.statistics import percentile
 from banaserve_bench.serving.cell import CellId, Sent
-from banaserve_bench.statistics import percentile
 
 PERCENTILES = (50, 90, 95, 99)
 LATENCIES = ("ttft", "tpot", "itl", "e2e")

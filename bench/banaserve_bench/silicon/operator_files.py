@@ -15,7 +15,7 @@ from math import isfinite
 from pathlib import Path
 
 from banaserve.base.errors import UserError
-from banaserve.base.records import unpacked
+from banaserve.base.text.records import unpacked
 from banaserve_bench.silicon.attention import AttentionRow, AttentionTable
 from banaserve_bench.silicon.interpolation import Grid
 from banaserve_bench.silicon.step_times import Experts, OperatorSums

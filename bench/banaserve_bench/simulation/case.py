@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from banaserve.base.errors import UserError
-from banaserve.base.names import check_known
+from banaserve.base.text.names import check_known
 from banaserve.orchestrator.control.costs.profile import Profile, check_keys, load, read_toml
-from banaserve.sim.cluster.events import Event
 from banaserve.sim.request import SimRequest
 from banaserve.sim.result import LatencyLimits
 from banaserve.sim.system import KINDS, System, following, preset
+from banaserve_bench.simulation.events import Event
 from banaserve_bench.simulation.workload import Lengths, LoadPhase, drawn
 
 BUILT_IN = Path(__file__).parent / "cases"

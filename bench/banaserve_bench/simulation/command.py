@@ -13,8 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from banaserve.base.arguments import option
 from banaserve.base.errors import UserError
-from banaserve.base.figure_text import interval_text, row
-from banaserve.base.plugins import PluginGroup
+from banaserve.base.plugins.discovery import PluginGroup
 from banaserve.cli.app import App
 from banaserve.cli.plugins import use_plugins, warn_of_rivalries
 from banaserve.cli.terminal.console import print_json, print_rows
@@ -25,6 +24,7 @@ from banaserve.sim.cluster.cluster import SimCluster
 from banaserve.sim.request import SimRequest
 from banaserve.sim.result import SIMULATED
 from banaserve.sim.system import KINDS
+from banaserve_bench.results.figure_text import interval_text, row
 from banaserve_bench.silicon import description as step_times
 from banaserve_bench.silicon.description import StepTimesDescription
 from banaserve_bench.silicon.install import install

@@ -11,18 +11,18 @@ from random import Random
 
 from banaserve.base.arguments import AT_LEAST_1, argument, derived, extra, option
 from banaserve.base.errors import UserError
-from banaserve.base.names import check_known
-from banaserve.base.records import read_records
+from banaserve.base.text.names import check_known
+from banaserve.base.text.records import read_records
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.orchestrator.control.move_policies import registry as migrations
-from banaserve.sim.cluster.events import Event
 from banaserve.sim.request import SimRequest
 from banaserve.sim.result import LatencyLimits
 from banaserve.sim.system import KINDS, System, following, preset
 from banaserve.sim.trace import Arrival, read_trace, requests_of
 from banaserve_bench.simulation import case as cases
 from banaserve_bench.simulation.case import Case
+from banaserve_bench.simulation.events import Event
 from banaserve_bench.simulation.lengths import DATASETS, draw_measured, read_lengths
 from banaserve_bench.simulation.workload import Arrivals, Pair, arriving
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from banaserve.base.errors import UserError
-from banaserve.base.records import read_records
+from banaserve.base.text.records import read_records
 from banaserve.sim.trace import length
 
 _SHARES = (0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1)

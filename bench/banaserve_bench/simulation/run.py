@@ -7,12 +7,12 @@ from typing import Any
 
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.sim.cluster.cluster import WHOLE, ClusterPart, SimCluster
-from banaserve.sim.cluster.events import Event, arrange
 from banaserve.sim.request import SimRequest
 from banaserve.sim.result import SIMULATED, LatencyLimits, Tally, summary, tally
 from banaserve.sim.system import System
 from banaserve.sim.timeline import Timeline
 from banaserve_bench.simulation.case import Case
+from banaserve_bench.simulation.events import Event, arrange
 
 
 def simulate(

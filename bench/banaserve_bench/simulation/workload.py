@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from banaserve.base.errors import UserError
-from banaserve.base.names import check_known
+from banaserve.base.text.names import check_known
 from banaserve.sim.request import SimRequest
 from banaserve.sim.trace import cut
 from banaserve_bench.simulation.lengths import MEASURED, draw_measured

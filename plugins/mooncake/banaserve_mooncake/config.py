@@ -9,7 +9,7 @@ from urllib.parse import parse_qsl, urlsplit
 import msgspec
 
 from banaserve.base.errors import UserError
-from banaserve.base.names import check_known
+from banaserve.base.text.names import check_known
 from banaserve.kvstore.fingerprint import PAGE_BYTES
 from banaserve.kvstore.sizes import parse_size
 

@@ -10,10 +10,10 @@ from urllib.parse import urlsplit
 import msgspec
 
 from banaserve.base.access.tenants import KeyLimits
-from banaserve.base.config import is_loopback
+from banaserve.base.config.serve_config import is_loopback
 from banaserve.base.errors import UserError
-from banaserve.base.names import check_known
 from banaserve.base.net.tls import ClientTls, ServerTls
+from banaserve.base.text.names import check_known
 from banaserve.kvstore.sizes import parse_size
 
 MAX_TOLD_REPLICAS = 256

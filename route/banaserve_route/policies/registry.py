@@ -7,10 +7,10 @@ from dataclasses import is_dataclass, replace
 from typing import Any
 
 from banaserve.base.errors import UserError
-from banaserve.base.implementation_checks import check_class, check_frozen
-from banaserve.base.names import check_known
-from banaserve.base.policy_options import build_options, build_policy
-from banaserve.base.registry import Registry
+from banaserve.base.plugins.implementation_checks import check_class, check_frozen
+from banaserve.base.plugins.policy_options import build_options, build_policy
+from banaserve.base.plugins.registry import Registry
+from banaserve.base.text.names import check_known
 from banaserve_route.policies.interface import Generator, Need, ReplicaPolicy
 from banaserve_route.policies.policy import Policy
 from banaserve_route.policies.prefixes.peers import SharesPrefixes

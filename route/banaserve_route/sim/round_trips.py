@@ -8,8 +8,8 @@ from math import isfinite
 from pathlib import Path
 
 from banaserve.base.errors import UserError
-from banaserve.base.names import check_known
-from banaserve.base.records import unpacked
+from banaserve.base.text.names import check_known
+from banaserve.base.text.records import unpacked
 
 FIVE_REGIONS = ("us-east", "us-west", "europe", "asia", "south-america")
 

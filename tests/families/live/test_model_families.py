@@ -21,7 +21,7 @@ import pytest
 import random_models
 from adapter_files import RANK, write_adapter
 from banaserve.base.errors import BanaServeError
-from banaserve.base.run_dir import find_admin
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.cli.admin.migrate import experts_for
 from banaserve.contracts.migration_api import (
     ExpertLoadRequest,

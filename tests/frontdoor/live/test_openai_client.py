@@ -12,7 +12,7 @@ import msgspec
 import openai
 import pytest
 
-from banaserve.base.config import DEFAULT_SKIP_PREFILL_BELOW_TOKENS
+from banaserve.base.config.serve_config import DEFAULT_SKIP_PREFILL_BELOW_TOKENS
 from banaserve.cli.main import main
 from banaserve.contracts.trace_events import RequestTrace
 

@@ -24,9 +24,9 @@ from typing import Any
 import pytest
 
 import migration_load as loads
-from banaserve.base.config import DEFAULT_MICROBATCHES
+from banaserve.base.config.serve_config import DEFAULT_MICROBATCHES
 from banaserve.base.errors import UserError
-from banaserve.base.run_dir import find_admin
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.contracts.migration_api import (
     LayersModules,
     MoveContext,

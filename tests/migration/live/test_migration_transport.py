@@ -7,7 +7,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from banaserve.base.run_dir import find_admin
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.contracts.migration_api import MoveHeads, MoveLayers, Return
 from banaserve.frontdoor.admin_client import AdminClient
 from observing import writers

@@ -16,8 +16,8 @@ import pytest
 import random_models
 from asked_again import AskedAgain
 from banaserve.base.errors import UserError
-from banaserve.base.fail_points import VARIABLE, FailPoint
-from banaserve.base.run_dir import find_admin
+from banaserve.base.platform.fail_points import VARIABLE, FailPoint
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.contracts.migration_api import (
     MigrationRequest,
     MoveContext,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.base.fail_points import VARIABLE
+from banaserve.base.platform.fail_points import VARIABLE
 from depth import IS_LONG
 from faults import Disk, Nemesis, plan
 from link import Link

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import small_model
 from banaserve.base.access.key_files import CLUSTER_KEY_VARIABLE
-from banaserve.base.run_dir import find_admin
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.contracts.control_api import ServerStatus
 from banaserve.contracts.migration_api import Migration, MoveLayers, Return
 from banaserve.frontdoor.admin_client import AdminClient

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from banaserve.base.run_dir import find_admin
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.cli.main import main
 from banaserve.frontdoor.admin_client import AdminClient
 from node_run import NodeRun

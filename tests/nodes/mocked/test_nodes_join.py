@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.base.run_dir import find_admin
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.cli.main import main
 from banaserve.frontdoor.admin_client import AdminClient
 from fork_server import ForkServer

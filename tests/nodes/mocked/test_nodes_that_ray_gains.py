@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from banaserve.base.run_dir import find_admin
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.contracts.control_api import NodeRequest, ScaleRequest
 from banaserve.contracts.instances import NodeChange, NodeStatus
 from banaserve.frontdoor.admin_client import AdminClient

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 import environment_files
-from banaserve.base.run_dir import find_admin
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.contracts.migration_api import (
     MigrationRequest,
     MoveContext,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.base.config import MINIATURE
-from banaserve.base.run_dir import find_admin
+from banaserve.base.config.serve_config import MINIATURE
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.contracts.migration_api import MoveLayers, Return
 from banaserve.frontdoor.admin_client import AdminClient
 from banaserve.orchestrator.control.costs.profile import load

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from banaserve.base.config import MINIATURE
-from banaserve.base.run_dir import find_admin
+from banaserve.base.config.serve_config import MINIATURE
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.frontdoor.admin_client import AdminClient
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.pacing import miniatures

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from banaserve.base.run_dir import admin_note, find_admin
+from banaserve.base.platform.run_dir import admin_note, find_admin
 from banaserve.contracts.migration_api import MoveLayers, Return
 from banaserve.frontdoor.admin_client import AdminClient
 from browsing import Browser, browser, check_accessible, keep, keep_for_readme

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import small_model
-from banaserve.base.run_dir import admin_note
+from banaserve.base.platform.run_dir import admin_note
 from browsing import Browser, browser, check_accessible, keep
 from mock_facts import MockOptions
 from mock_run import MockRun

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from banaserve.base.run_dir import admin_note
+from banaserve.base.platform.run_dir import admin_note
 from banaserve.cli.main import main
 from browsing import Browser, browser, check_accessible
 from docs.repository.dashboard import asked_series

@@ -13,7 +13,7 @@ import pytest
 import migration_load as loads
 import small_model
 from banaserve.base.platform.huge_pages import are_offered
-from banaserve.base.run_dir import find_admin
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.contracts.control_api import RoleRequest
 from banaserve.frontdoor.admin_client import AdminClient
 from depth import IS_LONG, chosen_seed

@@ -16,7 +16,7 @@ import pytest
 
 import migration_load as loads
 from answers_before import Before
-from banaserve.base.run_dir import find_admin
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.contracts.control_api import DecisionRecord, WantedStep
 from banaserve.contracts.migration_api import Return
 from banaserve.frontdoor.admin_client import AdminClient

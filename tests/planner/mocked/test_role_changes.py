@@ -10,7 +10,7 @@ import pytest
 import migration_load as loads
 from answers_before import Before
 from banaserve.base.errors import UserError
-from banaserve.base.run_dir import find_admin
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.contracts.control_api import RoleRequest
 from banaserve.contracts.instances import RoleChange
 from banaserve.frontdoor.admin_client import AdminClient

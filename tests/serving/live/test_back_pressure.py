@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import small_model
-from banaserve.base.run_dir import find_admin
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.frontdoor.admin_client import AdminClient
 from fork_server import ForkServer
 from node_run import NodeRun

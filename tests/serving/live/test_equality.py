@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from banaserve.base import models
-from banaserve.base.config import DEFAULT_SKIP_PREFILL_BELOW_TOKENS
+from banaserve.base.config.serve_config import DEFAULT_SKIP_PREFILL_BELOW_TOKENS
 from banaserve_bench.datasets import prompts as datasets_prompts
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve_bench.loadgen.loops import closed_loop

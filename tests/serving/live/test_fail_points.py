@@ -19,8 +19,8 @@ import pytest
 
 from asked_again import AskedAgain
 from banaserve.base.errors import UserError
-from banaserve.base.fail_points import VARIABLE, FailPoint
-from banaserve.base.run_dir import find_admin
+from banaserve.base.platform.fail_points import VARIABLE, FailPoint
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.contracts.migration_api import MoveLayers, Return
 from banaserve.frontdoor.admin_client import AdminClient
 from migration_load import bring_home

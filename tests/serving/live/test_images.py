@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 import random_models
-from banaserve.base.run_dir import find_admin
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.contracts.migration_api import MoveLayers, Return
 from banaserve.frontdoor.admin_client import AdminClient
 from observing import until, writer

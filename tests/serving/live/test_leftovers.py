@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from banaserve.base.run_dir import find_admin
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.contracts.migration_api import MoveLayers, Return
 from banaserve.frontdoor.admin_client import AdminClient
 from observing import writer

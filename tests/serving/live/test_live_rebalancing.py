@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 import small_model
-from banaserve.base.run_dir import find_admin
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.contracts.trace_events import LegFailed
 from banaserve.frontdoor.admin_client import AdminClient
 from depth import IS_LONG

@@ -10,7 +10,7 @@ import pytest
 
 import small_model
 from banaserve.base.errors import UserError
-from banaserve.base.run_dir import find_admin
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.cli.main import main
 from banaserve.contracts.instances import Scaling
 from banaserve.frontdoor.admin_client import AdminClient

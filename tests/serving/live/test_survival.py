@@ -23,7 +23,7 @@ import pytest
 import small_model
 from adapter_files import RANK, write_adapter
 from banaserve.base.errors import UserError
-from banaserve.base.run_dir import find_admin
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.contracts.control_api import RoleRequest
 from banaserve.frontdoor.admin_client import AdminClient
 from banaserve_bench.datasets import prompts

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 import small_model
-from banaserve.base.run_dir import find_admin
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.contracts.instances import DrainState
 from banaserve.contracts.trace_events import LegBegan
 from banaserve.frontdoor.admin_client import AdminClient

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from banaserve.base.run_dir import find_admin
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.frontdoor.admin_client import AdminClient
 from benchmarks.drivers.otlp_receiver import OtlpReceiver, ReceivedSpan
 from benchmarks.timeline import sample_of

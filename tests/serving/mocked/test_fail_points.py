@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from asked_again import AskedAgain
-from banaserve.base.fail_points import VARIABLE, FailPoint
+from banaserve.base.platform.fail_points import VARIABLE, FailPoint
 from mock_facts import MockOptions
 from mock_run import MockRun
 from observing import until, writer

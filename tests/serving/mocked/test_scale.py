@@ -18,7 +18,7 @@ import pytest
 
 import small_model
 from banaserve.base.errors import UserError
-from banaserve.base.run_dir import find_admin
+from banaserve.base.platform.run_dir import find_admin
 from banaserve.cli.main import main
 from banaserve.contracts.control_api import ScaleRequest
 from banaserve.contracts.instances import Scaling

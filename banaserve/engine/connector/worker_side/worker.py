@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from banaserve.base.fail_points import FailPoint, reach
+from banaserve.base.platform.fail_points import FailPoint, reach
 from banaserve.engine.connector.metadata import (
     BlockCopy,
     ConnectorCounters,

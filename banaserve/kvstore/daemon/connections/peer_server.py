@@ -21,9 +21,9 @@ from banaserve.base.errors import (
     StoreUnavailableError,
     UserError,
 )
-from banaserve.base.fail_points import FailPoint, reach
 from banaserve.base.net.refusal_log import RefusalLog
 from banaserve.base.net.sockets import connections_within, keep_alive
+from banaserve.base.platform.fail_points import FailPoint, reach
 from banaserve.kvstore.daemon.pushes.receiving import Reception
 from banaserve.kvstore.daemon.service import StoreService
 from banaserve.kvstore.leases import Lookup

@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from banaserve.base.errors import UserError
-from banaserve.base.fail_points import FailPoint, reach
+from banaserve.base.platform.fail_points import FailPoint, reach
 from banaserve.kvstore.daemon.tiering.promotion_choice import TierSpeed
 from banaserve.kvstore.index.records import IndexEntry
 from banaserve.kvstore.leases import Lookup

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from banaserve.base.errors import PolicyError, UserError, one_line
-from banaserve.base.implementation_checks import check_class, check_options
-from banaserve.base.policy_options import build_options, build_policy
-from banaserve.base.registry import Registry
+from banaserve.base.plugins.implementation_checks import check_class, check_options
+from banaserve.base.plugins.policy_options import build_options, build_policy
+from banaserve.base.plugins.registry import Registry
 from banaserve.base.types import ClusterView
 from banaserve.orchestrator.control.move_policies.algorithm1 import Published, Repaired
 from banaserve.orchestrator.control.move_policies.interface import MigrationPlan, MigrationPolicy

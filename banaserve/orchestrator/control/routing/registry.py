@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from banaserve.base.implementation_checks import check_class, check_options
-from banaserve.base.policy_options import build_options, build_policy
-from banaserve.base.registry import OWN, Registry
+from banaserve.base.plugins.implementation_checks import check_class, check_options
+from banaserve.base.plugins.policy_options import build_options, build_policy
+from banaserve.base.plugins.registry import OWN, Registry
 from banaserve.orchestrator.control.routing.interface import RoutingPolicy
 from banaserve.orchestrator.control.routing.legs import LegOptions
 from banaserve.orchestrator.control.routing.named import NamedPolicy

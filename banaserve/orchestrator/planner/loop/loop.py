@@ -11,7 +11,7 @@ from typing import Any
 
 from banaserve.base.clock import Clock
 from banaserve.base.errors import PolicyError, one_line
-from banaserve.base.policy_options import option_names
+from banaserve.base.plugins.policy_options import option_names
 from banaserve.base.types import Attempt, ClusterView, InstanceId, Step
 from banaserve.contracts.control_api import (
     ControllerState,

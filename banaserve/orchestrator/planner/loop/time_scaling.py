@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from banaserve.base.policy_options import option_names, option_types
+from banaserve.base.plugins.policy_options import option_names, option_types
 from banaserve.orchestrator.control.move_policies import registry
 from banaserve.orchestrator.planner.loop.loop import ControllerOptions
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from banaserve.base.clock import Clock
-from banaserve.base.config import MINIATURE
+from banaserve.base.config.serve_config import MINIATURE
 from banaserve.base.errors import UserError
 from banaserve.sim.result import LatencyLimits
 from banaserve.sim.trace import Arrival, requests_of

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from banaserve.base.errors import UserError
-from banaserve.base.run_dir import state_folder
+from banaserve.base.platform.run_dir import state_folder
 from banaserve_bench.plan.trial import Device
 
 _NAME = "plan-errors.jsonl"

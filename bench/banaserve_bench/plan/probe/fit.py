@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from banaserve.orchestrator.control.costs.profile import DecodeSection, PrefillSection
-from banaserve_bench.statistics import median
+from banaserve_bench.results.statistics import median
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ from banaserve_bench.plan.probe.schedule import (
     num_steps,
     plan_of,
 )
+from banaserve_bench.results.statistics import median
 from banaserve_bench.serving.summary import output_tokens, tpot_s
-from banaserve_bench.statistics import median
 
 Tell = Callable[[float, str], None]
 """Function that shows the share of the time that has passed, and what is measured."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import msgspec
 
-from banaserve.base.json_text import as_utf8
+from banaserve.base.text.json_text import as_utf8
 from banaserve.base.types import RequestId
 from banaserve_route.balancer.http.request import ClientRequest
 from banaserve_route.policies.interface import FleetView, Request

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from banaserve.base.errors import UserError
-from banaserve.base.names import check_known
+from banaserve.base.text.names import check_known
 from banaserve_route.policies.gorgo.tuner import Tuner, TunerOptions, numbers
 from banaserve_route.policies.gorgo.tuner_coded import CodedTuner
 from banaserve_route.policies.interface import (

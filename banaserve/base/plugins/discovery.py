@@ -18,7 +18,7 @@ from importlib.metadata import Distribution, EntryPoint, distributions
 from typing import Any
 
 from banaserve.base.errors import one_line
-from banaserve.base.registry import Registry
+from banaserve.base.plugins.registry import Registry
 
 
 class PluginGroup(StrEnum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from banaserve.base.statistics import mean_interval
+from banaserve_bench.results.statistics import mean_interval
 
 _MOST_DIGITS = 6
 _SMALLEST_PLAIN = 1e-6

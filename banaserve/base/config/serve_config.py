@@ -23,9 +23,9 @@ from banaserve.base.arguments import (
     options_of,
     pairs,
 )
+from banaserve.base.config.orchestrator_config import SLO_AWARE, OrchestratorConfig
 from banaserve.base.errors import UserError
-from banaserve.base.names import check_known
-from banaserve.base.orchestrator_config import SLO_AWARE, OrchestratorConfig
+from banaserve.base.text.names import check_known
 from banaserve.base.types import InstanceId, Role
 
 DEFAULT_SKIP_PREFILL_BELOW_TOKENS = 16

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Generic, TypeVar
 
 from banaserve.base.errors import UserError
-from banaserve.base.names import check_known
+from banaserve.base.text.names import check_known
 
 T = TypeVar("T")
 C = TypeVar("C")

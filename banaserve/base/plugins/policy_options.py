@@ -9,8 +9,8 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from banaserve.base.errors import UserError, one_line
-from banaserve.base.names import check_known
-from banaserve.base.registry import OWN
+from banaserve.base.plugins.registry import OWN
+from banaserve.base.text.names import check_known
 
 T = TypeVar("T")
 _TAKES: Mapping[type, str] = {

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from banaserve.base.errors import UserError
-from banaserve.base.names import check_known
+from banaserve.base.text.names import check_known
 from banaserve.base.types import Step
 from banaserve.sim.cluster.cell import Cell
 from banaserve.sim.cluster.cluster import SimCluster

@@ -9,7 +9,7 @@ from types import FunctionType
 from typing import Any
 
 from banaserve.base.errors import UserError
-from banaserve.base.registry import OWN
+from banaserve.base.plugins.registry import OWN
 
 
 def check_class(found: object, interface: type, arguments: Sequence[str] | None = None) -> Any:
