@@ -29,15 +29,13 @@ from banaserve.contracts.migration_api import MoveLayers, Return
 from banaserve.frontdoor.admin_client import AdminClient
 from banaserve.frontdoor.page.records import page_link
 from banaserve_bench.loadgen.client import OpenAiClient
-from banaserve_bench.loadgen.modelled_time import modelled_time
+from banaserve_bench.loadgen.modelled_time import MOST_LATE, modelled_time
 from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
+from banaserve_bench.serving.simulated_requests import CaseRequest, figures_of, send
 from banaserve_bench.simulation import case as cases
 from banaserve_bench.simulation.case import Case
 from banaserve_bench.simulation.workload import Lengths
-from benchmarks.paced_requests import CaseRequest, figures_of, send
 
-MOST_LATE = 0.03
-"""Maximum share of steps that may take longer than modelled; above it, times mean nothing."""
 _CASE = "oscillating-load"
 _DILATIONS = (4.0, 8.0, 13.0)
 _LEAST_DILATION = 2.0
@@ -217,7 +215,7 @@ async def _run(
         len(records),
         round(figures["goodput_fraction"] * len(records)),
         sum(one.error is not None for one in records),
-        told.num_overrun / max(1, told.num_steps),
+        told.overrun_fraction,
         time.monotonic() - began_s,
         busy_fraction,
     )

@@ -12,15 +12,16 @@ import os
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from banaserve.base import models
 from banaserve.contracts.environment import set_environment
-from banaserve.orchestrator.control.costs.profile import DecodeSection, PrefillSection
+from banaserve.orchestrator.control.costs.profile import MemorySection, ModelSection, Profile
+from banaserve.orchestrator.control.model.moving import Link
+from banaserve_bench.plan.probe.fit import MeasuredStep, StepFit
+from banaserve_bench.plan.probe.profile_file import profile_text
 from banaserve_bench.results.result import machine
 from banaserve_bench.results.statistics import median
 from benchmarks.measurement import Measurement, model_of, parser_of
@@ -45,20 +46,6 @@ DECODES = (
 MIXED = ((4, 64, 256), (8, 128, 512), (16, 256, 1024))
 """Number of decoding requests, the context of each, and prompt tokens of the same step."""
 PREFILL_STEPS, DECODE_STEPS = 3, 12
-
-
-@dataclass(frozen=True)
-class MeasuredStep:
-    """A kind of step and its measured times, one for each run."""
-
-    tokens: int
-    batch: int
-    context: int
-    seconds: tuple[float, ...]
-
-    @property
-    def took_s(self) -> float:
-        return median(list(self.seconds))
 
 
 class Stepped:
@@ -136,22 +123,6 @@ class Stepped:
             self._engine.step()
 
 
-def fitted(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Return positive coefficients of the least relative error; negative ones are left out."""
-    wanted = np.asarray(seconds)
-    rows = np.asarray(features, dtype=float) / wanted[:, None]
-    kept = list(range(rows.shape[1]))
-    while True:
-        found, *_ = np.linalg.lstsq(rows[:, kept], np.ones(len(wanted)), rcond=None)
-        if (found > 0).all():
-            break
-        kept.pop(int(np.argmin(found)))
-    whole = [1e-12] * rows.shape[1]
-    for place, value in zip(kept, found, strict=True):
-        whole[place] = float(value)
-    return whole
-
-
 def main(argv: Sequence[str]) -> int:
     """Measure the steps and write profile and result; return the exit code."""
     parser = parser_of("measure-profile", __doc__)
@@ -167,9 +138,9 @@ def main(argv: Sequence[str]) -> int:
     set_environment()
     model = model_of(models.PACKAGED)
     steps = measured(Stepped(model.path_or_id, given.seed), given.runs)
-    prefill, decode = fits(steps)
-    errors = {kind: error_of(steps[kind], prefill, decode) for kind in steps}
-    (given.out / f"{NAME}.toml").write_text(written(prefill, decode, errors))
+    fit = StepFit.of(steps["prefill"], steps["decode"])
+    errors = {kind: fit.errors_of(found) for kind, found in steps.items()}
+    (given.out / f"{NAME}.toml").write_text(written(fit, errors))
     figures = {f"error_{kind}": (found, "fraction") for kind, found in errors.items()}
     notes = ["error: |profile - measured| / measured, a sample for each kind of step"]
     raw = {kind: [asdict(step) for step in found] for kind, found in steps.items()}
@@ -202,74 +173,38 @@ def measured(engine: Stepped, runs: int) -> dict[str, list[MeasuredStep]]:
     }
 
 
-def fits(steps: dict[str, list[MeasuredStep]]) -> tuple[PrefillSection, DecodeSection]:
-    """Return the coefficients of prefill and decode."""
-    prompts, batches = steps["prefill"], steps["decode"]
-    prefill = fitted([(1, s.tokens, s.tokens**2) for s in prompts], [s.took_s for s in prompts])
-    decode = fitted(
-        [(1, s.batch * s.context, s.batch) for s in batches], [s.took_s for s in batches]
-    )
-    return PrefillSection(*prefill), DecodeSection(*decode)  # type: ignore[arg-type]
-
-
-def error_of(
-    steps: Sequence[MeasuredStep], prefill: PrefillSection, decode: DecodeSection
-) -> list[float]:
-    """Return the relative error of each step; a mixed step has the larger fixed part once."""
-    errors = []
-    for step in steps:
-        work_s = step.tokens * prefill.token_s + step.tokens**2 * prefill.pair_s
-        work_s += step.batch * (step.context * decode.context_token_s + decode.request_s)
-        fixed_s = max(
-            prefill.fixed_s if step.tokens else 0.0, decode.fixed_s if step.batch else 0.0
-        )
-        errors.append(abs(fixed_s + work_s - step.took_s) / step.took_s)
-    return errors
-
-
-def written(prefill: PrefillSection, decode: DecodeSection, errors: dict[str, list[float]]) -> str:
+def written(fit: StepFit, errors: dict[str, list[float]]) -> str:
     """Return the profile as the text of a file."""
     worst = ", ".join(f"{kind} {max(found):.0%}" for kind, found in errors.items())
     here = machine()
-    return f"""\
-# SmolLM2-135M in float32 on one thread of a {here.cpu_model} ({here.num_cores} cores), with
-# vLLM. Written by benchmarks/measure_profile.py from steps measured there. Largest error of a kind
-# of step: {worst} (mixed ones were not fitted).
-
-name = "{NAME}"
-source = "measured: SmolLM2-135M, float32, one thread, benchmarks/measure_profile.py"
-
-[model]
-num_layers = 30
-hidden_size = 576
-num_heads = 9
-num_kv_heads = 3
-# 2 h^2 + 2 h k + 3 h m + 2 h with h = 576, k = 192, m = 1536
-layer_weights = 3_540_096
-# Embeddings, 49152 x 576, tied to the output head
-fixed_weights = 28_311_552
-max_context_tokens = {MAX_CONTEXT}
-element_bytes = 4
-
-[prefill]
-fixed_s = {prefill.fixed_s:.4g}
-token_s = {prefill.token_s:.4g}
-pair_s = {prefill.pair_s:.4g}
-
-[decode.small]
-fixed_s = {decode.fixed_s:.4g}
-context_token_s = {decode.context_token_s:.4g}
-request_s = {decode.request_s:.4g}
-
-# 768 MiB of KV, {KV_BYTES // 46_080 // 16 * 16} tokens of 46,080 bytes.
-[memory]
-kv_tokens = {KV_BYTES // 46_080 // 16 * 16}
-block_tokens = 16
-
-# Measured with the store and with live migration on such a machine, in round numbers
-# (benchmarks/results/kvstore.json, store_get_gb_per_s; benchmarks/LOG.md).
-[link]
-bytes_per_s = 3.2e9
-sync_s = 3e-3
-hop_s = 0.4e-3
-"""
+    profile = Profile(
+        NAME,
+        "measured: SmolLM2-135M, float32, one thread, benchmarks/measure_profile.py",
+        ModelSection(
+            num_layers=30,
+            hidden_size=576,
+            num_heads=9,
+            num_kv_heads=3,
+            # 2 h^2 + 2 h k + 3 h m + 2 h with h = 576, k = 192, m = 1536
+            layer_weights=3_540_096,
+            # Embeddings, 49152 x 576, tied to the output head
+            fixed_weights=28_311_552,
+            max_context_tokens=MAX_CONTEXT,
+            element_bytes=4,
+        ),
+        fit.prefill,
+        fit.decode,
+        None,
+        MemorySection(KV_BYTES // 46_080 // 16 * 16),
+        # Measured with the store and with live migration on such a machine, in round numbers
+        # (benchmarks/results/kvstore.json, store_get_gb_per_s; benchmarks/LOG.md).
+        Link(bytes_per_s=3.2e9, sync_s=3e-3, hop_s=0.4e-3),
+    )
+    about = (
+        f"SmolLM2-135M in float32 on one thread of a {here.cpu_model} ({here.num_cores} cores),",
+        "with vLLM. Written by benchmarks/measure_profile.py from steps measured there. Largest",
+        f"error of a kind of step: {worst} (mixed ones were not fitted).",
+        f"Memory: {KV_BYTES >> 20} MiB of KV, 46,080 bytes a token. Link: the store and live",
+        "migration on such a machine, in round numbers.",
+    )
+    return profile_text(profile, about)

@@ -31,10 +31,10 @@ from banaserve_bench.loadgen.modelled_time import modelled_time
 from banaserve_bench.loadgen.servers import banaserve_server
 from banaserve_bench.results.result import ModelledTime, Result
 from banaserve_bench.results.statistics import median, percentile
+from banaserve_bench.serving.simulated_requests import CaseRequest, send
 from banaserve_bench.serving.summary import tpot_s
 from banaserve_bench.simulation.run import simulate
 from benchmarks.measurement import Measurement, Samples, parser_of
-from benchmarks.paced_requests import CaseRequest, send
 
 _TOKEN_IDS = (500, 40_000)
 _WARM_UP = 4

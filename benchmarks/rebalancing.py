@@ -33,7 +33,8 @@ from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sig
 from banaserve_bench.results import result
 from banaserve_bench.results.result import ModelledTime
 from banaserve_bench.results.statistics import paired_ratios
-from benchmarks.paced_requests import CaseRequest, figures_of, num_equal, sampled, send
+from banaserve_bench.serving.simulated_requests import CaseRequest, figures_of, send
+from benchmarks.paced_requests import num_equal, sampled
 
 _DECODE, _OTHERS = ("d0", "d1", "d2"), ("d1", "d2")
 _BALANCED_AFTER_S = 5.0
@@ -158,7 +159,7 @@ def _least_gap_s(admin: AdminClient, num_requests: int) -> float:
 
 
 def _late(told: ModelledTime) -> float:
-    return told.num_overrun / max(1, told.num_steps)
+    return told.overrun_fraction
 
 
 def _result(

@@ -28,7 +28,8 @@ class App:
     """A command, its sub-commands, or both.
 
     Args:
-        main: Function that runs if no sub-command is given; None if one must be given.
+        main: Function that runs if no sub-command is given; None if one must be given. If it has a
+            positional argument, a word that is no sub-command is that argument.
         summary: Help text, if there are sub-commands.
         commands: Functions of the sub-commands by name.
     """
@@ -57,7 +58,7 @@ class App:
         word = argv[0] if argv else ""
         if word in self.commands:
             function, rest, parser = self.commands[word], argv[1:], self.parser(prog, word)
-        elif self.commands and not word.startswith("-") and (word or self._main is _missing):
+        elif self._is_wrong(word):
             near = get_close_matches(word, self.commands, 1)
             hint = f"did you mean {near[0]}?" if near else f"give one of {', '.join(self.commands)}"
             wrong = f"there is no command {word}" if word else "a command is missing"
@@ -69,13 +70,19 @@ class App:
         check_rules(options)
         return function, options
 
+    def _is_wrong(self, word: str) -> bool:
+        """Return whether ``word``, which is no sub-command, should have been one."""
+        if self._main is _missing:
+            return not word.startswith("-")
+        takes_word = not self.commands or bool(_arguments(self._main))
+        return bool(word) and not word.startswith("-") and not takes_word
+
     def parser(self, prog: str, word: str = "") -> Parser:
         """Return the parser of a sub-command; of the words that are none without ``word``."""
         function, is_sub = self.commands.get(word, self._main), word in self.commands
         prog = f"{prog} {word}" if is_sub else prog
         kind = _kind(function)
-        arguments = [one for one in options_of(kind) if not one.name.startswith("-")]
-        words = [str(one.settings.get("metavar", one.name)) for one in arguments]
+        words = _arguments(function)
         if self.commands and not is_sub:
             words.append("COMMAND" if function is _missing else "[COMMAND]")
         made = Parser(
@@ -103,6 +110,12 @@ def _kind(function: Function) -> type[Any]:
         else:
             own.append((name, hints[name], one.default))
     return make_dataclass(function.__name__, own, bases=(*shared,), frozen=True, kw_only=True)
+
+
+def _arguments(function: Function) -> list[str]:
+    """Return the names of a function's positional arguments."""
+    options = options_of(_kind(function))
+    return [str(o.settings.get("metavar", o.name)) for o in options if not o.name.startswith("-")]
 
 
 def _line(function: Function) -> str:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from banaserve_bench.plan.trial import StepError
+from banaserve_bench.plan.search.trial import StepError
 from banaserve_bench.silicon.costs import EngineConstants
 from banaserve_bench.silicon.description import ErrorSection
 from benchmarks.plan.engines import engine_of

@@ -17,10 +17,10 @@ from banaserve.orchestrator.control.costs.profile import load
 from banaserve.sim.instances.prefix_cache import HASH_BLOCK_TOKENS
 from banaserve.sim.result import LatencyLimits
 from banaserve.sim.trace import Arrival
-from banaserve_bench.plan.advisor import Advice, PlanQuestion, advise, screen
-from banaserve_bench.plan.gain import Answer
-from banaserve_bench.plan.loads import PlanLoads
-from banaserve_bench.plan.trial import Device, StepError
+from banaserve_bench.plan.search.advisor import Advice, PlanQuestion, advise, screen
+from banaserve_bench.plan.search.gain import Answer
+from banaserve_bench.plan.search.loads import PlanLoads
+from banaserve_bench.plan.search.trial import Device, StepError
 from banaserve_bench.silicon.aiconfigurator import AiconfiguratorTimes
 from banaserve_bench.silicon.costs import EngineConstants
 from banaserve_bench.silicon.description import ErrorSection, StepTimesDescription

@@ -34,9 +34,9 @@ from rich.table import Table
 
 from banaserve.base.arguments import Parser
 from banaserve.sim.result import LatencyLimits
-from banaserve_bench.plan.advisor import Advice
-from banaserve_bench.plan.gain import WORTH, Answer, Gain, answer
-from banaserve_bench.plan.trial import Scenario, scenarios
+from banaserve_bench.plan.search.advisor import Advice
+from banaserve_bench.plan.search.gain import WORTH, Answer, Gain, answer
+from banaserve_bench.plan.search.trial import Scenario, scenarios
 from banaserve_bench.results import result
 from benchmarks.plan.calibration import Calibrated, calibrated, simulated
 from benchmarks.plan.classical import ClassicalCase, advised, cases, is_right

@@ -8,7 +8,7 @@ from math import log
 from typing import NamedTuple
 
 from banaserve.sim.result import LatencyLimits
-from banaserve_bench.plan.gain import MOST_RATIO, Gain
+from banaserve_bench.plan.search.gain import MOST_RATIO, Gain
 from banaserve_bench.results.statistics import Interval
 from benchmarks.plan.runs import ServedRun
 
@@ -58,7 +58,7 @@ class BestRates(NamedTuple):
 
 
 def gain(slow: BestRates, predicted: BestRates, fast: BestRates) -> Gain:
-    """Return the gain of a split, by rates at three step times; see ``banaserve_bench.plan.gain``.
+    """Return the gain of a split, by rates at three step times, as ``plan.search.gain`` has it.
 
     A kind without a run within the limits could still serve fewer clients, and no run tells how
     much: its rate is then unknown, and may be the worse for the end of the interval.

@@ -14,6 +14,7 @@ _MAY_SLEEP = (
     "support/waiting.py",
     "mock_engine/mock_core.py",  # its steps take the time that they are told
     "simulation/",  # virtual time
+    "plan/modelled_server.py",  # virtual time
     "sim/test_timeline.py",
 )
 _ARCHITECTURE = ROOT / "ARCHITECTURE.md"

@@ -10,7 +10,7 @@ import pytest
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs.profile import load
 from banaserve.sim.result import LatencyLimits
-from banaserve_bench.plan.gain import MOST_RATIO, Answer, answer
+from banaserve_bench.plan.search.gain import MOST_RATIO, Answer, answer
 from banaserve_bench.silicon.aiconfigurator import AiconfiguratorTimes
 from banaserve_bench.silicon.costs import EngineConstants
 from benchmarks.plan import calibration

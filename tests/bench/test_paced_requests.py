@@ -17,9 +17,10 @@ from banaserve.orchestrator.planner.options import ElasticOptions
 from banaserve.sim.request import SimRequest
 from banaserve.sim.result import LatencyLimits
 from banaserve_bench.loadgen.client import RequestRecord
+from banaserve_bench.serving.simulated_requests import CaseRequest, figures_of
 from banaserve_bench.serving.timeline import decisions_of
 from banaserve_bench.simulation import case as scenarios
-from benchmarks.paced_requests import CaseRequest, figures_of, sampled
+from benchmarks.paced_requests import sampled
 
 
 def record(due_s: float, first_s: float, end_s: float, tokens: int) -> RequestRecord:

@@ -171,6 +171,23 @@ def test_a_wrong_sub_command_is_one_line(argv, line, monkeypatch, capsys):
     assert capsys.readouterr().err == f"banaserve: {line}\n"
 
 
+def test_a_command_with_an_argument_may_have_sub_commands(monkeypatch, capsys):
+    def run() -> int:
+        """Run."""
+        return 7
+
+    install_command(monkeypatch, App(probe, "", run=run), "app")
+    assert cli.main(["probe", "3"]) == 3
+    assert cli.main(["probe", "run"]) == 7
+    assert cli.main(["probe"]) == cli.EXIT_USER_ERROR
+    assert "arguments are required: code" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["probe", "--help"])
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: banaserve probe [options] code")
+    assert "run  Run." in shown
+
+
 def test_version_names_what_is_installed(capsys):
     assert cli.main(["--version"]) == 0
     first, *_ = capsys.readouterr().out.splitlines()

@@ -10,6 +10,7 @@ import pytest
 from banaserve.orchestrator.control.costs import profile
 from banaserve.orchestrator.control.costs.profile import DecodeSection, PrefillSection
 from banaserve.orchestrator.control.costs.steps import StepCosts
+from banaserve_bench.plan.probe.fit import StepFit, fitted
 from benchmarks import measure_profile
 
 PREFILL = PrefillSection(fixed_s=0.02, token_s=1e-3, pair_s=2e-7)
@@ -39,19 +40,19 @@ def steps_of(script: Any) -> dict[str, list[Any]]:
 
 def test_coefficients_are_found_again_and_predict_steps_of_both_kinds(script: Any) -> None:
     steps = steps_of(script)
-    prefill, decode = script.fits(steps)
-    for found, real in ((prefill, PREFILL), (decode, DECODE)):
+    fit = StepFit.of(steps["prefill"], steps["decode"])
+    for found, real in ((fit.prefill, PREFILL), (fit.decode, DECODE)):
         for name in real.__slots__:
             assert getattr(found, name) == pytest.approx(getattr(real, name), rel=1e-6)
     for kind in steps:
-        assert max(script.error_of(steps[kind], prefill, decode)) < 1e-6
+        assert max(fit.errors_of(steps[kind])) < 1e-6
 
 
-def test_no_coefficient_is_negative(script: Any) -> None:
+def test_no_coefficient_is_negative() -> None:
     """Times whose growth falls, as chance has it: pairs then cost next to nothing."""
     features = [(1, tokens, tokens**2) for tokens in (10, 100, 1000, 2000)]
     seconds = [0.01 + 1e-3 * tokens - 1e-7 * tokens**2 for tokens in (10, 100, 1000, 2000)]
-    found = script.fitted(features, seconds)
+    found = fitted(features, seconds)
     assert found[2] == 1e-12
     assert found[0] > 0
     assert found[1] == pytest.approx(1e-3, rel=0.2)
@@ -59,7 +60,7 @@ def test_no_coefficient_is_negative(script: Any) -> None:
 
 def test_what_is_written_is_a_profile_that_gives_these_times(script: Any, tmp_path: Path) -> None:
     path = tmp_path / "measured.toml"
-    path.write_text(script.written(PREFILL, DECODE, {"decode": [0.01, 0.034]}))
+    path.write_text(script.written(StepFit(PREFILL, DECODE), {"decode": [0.01, 0.034]}))
     read = profile.load(str(path))
     assert "decode 3%" in path.read_text()
     assert read.model.token_bytes == 46_080

@@ -9,13 +9,19 @@ import pytest
 
 from banaserve.base.errors import UserError
 from banaserve.cli.serve.command_line import parse_serve_argv
-from banaserve.orchestrator.control.costs.profile import load
+from banaserve.orchestrator.control.costs.profile import ErrorSection, load
 from banaserve.orchestrator.control.costs.steps import StepCosts
 from banaserve.sim.result import LatencyLimits
 from banaserve.sim.trace import Arrival
-from banaserve_bench.plan.candidates import Candidate, colocated, elastic, fixed_candidates, split
-from banaserve_bench.plan.flips import find_flips
-from banaserve_bench.plan.gain import (
+from banaserve_bench.plan.search.candidates import (
+    Candidate,
+    colocated,
+    elastic,
+    fixed_candidates,
+    split,
+)
+from banaserve_bench.plan.search.flips import find_flips
+from banaserve_bench.plan.search.gain import (
     MOST_RATIO,
     Answer,
     Gain,
@@ -24,10 +30,9 @@ from banaserve_bench.plan.gain import (
     gain,
     ratio_interval,
 )
-from banaserve_bench.plan.loads import feasible_share, longer, read_loads
-from banaserve_bench.plan.trial import StepError, scenarios
+from banaserve_bench.plan.search.loads import feasible_share, longer, read_loads
+from banaserve_bench.plan.search.trial import StepError, scenarios
 from banaserve_bench.results.statistics import mean_interval
-from banaserve_bench.silicon.description import ErrorSection
 from banaserve_bench.simulation.job import AskedSystem, job
 from depth import chosen_seed, says_seed
 

@@ -14,15 +14,15 @@ from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.orchestrator.control.costs.profile import load
 from banaserve.sim.result import LatencyLimits
 from banaserve.sim.trace import Arrival
-from banaserve_bench.plan.advisor import advise, screen
-from banaserve_bench.plan.candidates import InstanceShape, colocated, fixed_candidates, split
-from banaserve_bench.plan.engines import AskedEngine, find_devices
-from banaserve_bench.plan.gain import MOST_RATIO, GoodputRuns, gain_of_one_load
-from banaserve_bench.plan.loads import PlanLoads
 from banaserve_bench.plan.page.curves import Placed, find_curves, front
-from banaserve_bench.plan.question import PlanQuestion
-from banaserve_bench.plan.sensitivities import find_sensitivities
-from banaserve_bench.plan.trial import Device, StepError
+from banaserve_bench.plan.search.advisor import advise, screen
+from banaserve_bench.plan.search.candidates import InstanceShape, colocated, fixed_candidates, split
+from banaserve_bench.plan.search.engines import AskedEngine, find_devices
+from banaserve_bench.plan.search.gain import MOST_RATIO, GoodputRuns, gain_of_one_load
+from banaserve_bench.plan.search.loads import PlanLoads
+from banaserve_bench.plan.search.question import PlanQuestion
+from banaserve_bench.plan.search.sensitivities import find_sensitivities
+from banaserve_bench.plan.search.trial import Device, StepError
 
 PROFILE = load("llama-3.1-8b-h100")
 ROWS = [Arrival(n / 4, 3000, 60) for n in range(120)]

@@ -250,9 +250,14 @@ def _sweep_killed_runs() -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _runs() -> Path:
+def state_folder() -> Path:
+    """Return the folder of what banaserve keeps for this user, which may not exist yet."""
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return state / "banaserve" / "runs"
+    return state / "banaserve"
+
+
+def _runs() -> Path:
+    return state_folder() / "runs"
 
 
 def _fresh() -> Path:

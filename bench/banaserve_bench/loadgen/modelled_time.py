@@ -12,6 +12,8 @@ from banaserve.base.clock import WallClock
 from banaserve.base.errors import UserError
 from banaserve_bench.results.result import ModelledTime
 
+MOST_LATE = 0.03
+"""Maximum share of steps that may take longer than modelled; above it, times mean nothing."""
 _INFO = "banaserve_paced_info"
 
 

@@ -1,5 +1,5 @@
 """``banaserve plan``: advice whether to split prefill and decode, from simulations of both.
 
-A process of its own. Entry: ``advisor.screen``, then ``advisor.advise``; ``gain.answer`` is the
-rule of the verdict.
+A process of its own. Entry: ``search.advisor.screen``, then ``search.advisor.advise``;
+``search.gain.answer`` is the rule of the verdict.
 """

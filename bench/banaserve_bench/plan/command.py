@@ -14,14 +14,24 @@ from banaserve.base.errors import UserError
 from banaserve.cli.app import App
 from banaserve.cli.terminal.console import print_json
 from banaserve.orchestrator.control.costs import profile as profiles
-from banaserve_bench.plan.advisor import Screening, advise, screen
-from banaserve_bench.plan.candidates import MOST_STEP_TOKENS, USUAL_STEP_TOKENS
-from banaserve_bench.plan.engines import DEFAULT_GPUS, AskedEngine, find_devices
-from banaserve_bench.plan.loads import read_loads
+from banaserve_bench.plan.confirm.confirmation import check_confirmable, confirmed
+from banaserve_bench.plan.confirm.history import past_words
+from banaserve_bench.plan.confirm.options import ConfirmOptions
+from banaserve_bench.plan.confirm.report import (
+    confirmation_json,
+    errors_of,
+    keep_errors,
+    show_confirmation,
+)
 from banaserve_bench.plan.page.html_page import check_path, write_page
-from banaserve_bench.plan.question import PlanQuestion
+from banaserve_bench.plan.probe.command import probe_command
 from banaserve_bench.plan.report import PlanReport, first_words
-from banaserve_bench.plan.trial import Device, StepError
+from banaserve_bench.plan.search.advisor import Screening, advise, screen
+from banaserve_bench.plan.search.candidates import MOST_STEP_TOKENS, USUAL_STEP_TOKENS
+from banaserve_bench.plan.search.engines import DEFAULT_GPUS, AskedEngine, find_devices
+from banaserve_bench.plan.search.loads import read_loads
+from banaserve_bench.plan.search.question import PlanQuestion
+from banaserve_bench.plan.search.trial import Device, StepError
 from banaserve_bench.silicon import description as step_times
 from banaserve_bench.simulation.job import AskedSystem, SimulationJob, job
 
@@ -30,7 +40,7 @@ _LEAST_SEEDS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(AskedSystem):
+class PlanOptions(ConfirmOptions, AskedSystem):
     """Options of ``banaserve plan``: load and limits as of ``simulate``; the systems are found.
 
     Attributes:
@@ -121,15 +131,24 @@ def plan_command(options: PlanOptions) -> int:
             console.print(first_words(found), highlight=False, soft_wrap=True)
 
         planned, asked = _question(options)
+        if options.is_confirmed:
+            check_confirmable(asked, options)
         found = screen(asked, tell, show)
         advice = advise(asked, found, tell)
-        report = PlanReport(planned, asked, found, advice, options.price, _served(options.model))
+        # What is stated is from before this confirmation, as the advice is.
+        past = errors_of(asked.device, console)
+        done = confirmed(asked, found, advice, options, tell) if options.is_confirmed else []
+        keep_errors(asked, done)
+        report = PlanReport(
+            planned, asked, found, advice, options.price, _served(options.model), past_words(past)
+        )
         if options.html is not None:
             write_page(report, options.html, tell)
     if options.as_json:
-        print_json(report.as_json())
+        print_json({**report.as_json(), "past_errors": past, "confirmed": confirmation_json(done)})
     else:
         report.show()
+        show_confirmation(done)
     return 0
 
 
@@ -166,7 +185,8 @@ def _question(options: PlanOptions) -> tuple[SimulationJob, PlanQuestion]:
         measured = None if options.step_times is None else step_times.read(options.step_times)
         devices = [Device(planned.profile, measured)]
     measured = devices[0].measured
-    error = None if measured is None else StepError.of(measured.error)
+    stated = devices[0].profile.error if measured is None else measured.error
+    error = None if stated is None else StepError.of(stated)
     if options.step_error is not None:
         error = StepError(options.step_error, options.step_error)
     usual_most = USUAL_STEP_TOKENS if options.step_times is not None else MOST_STEP_TOKENS
@@ -211,4 +231,4 @@ def _devices(options: PlanOptions) -> list[Device]:
     return find_devices(asked)
 
 
-app = App(plan_command)
+app = App(plan_command, "", probe=probe_command)

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from banaserve.cli.terminal.console import print_rows
 from banaserve.sim.result import SIMULATED
-from banaserve_bench.plan.advisor import Advice, CounterOffer, Result, Screening
-from banaserve_bench.plan.engines import device_words
-from banaserve_bench.plan.flips import Flip
-from banaserve_bench.plan.gain import MOST_RATIO, WORTH, Answer
-from banaserve_bench.plan.loads import rate_per_s
-from banaserve_bench.plan.question import PlanQuestion
+from banaserve_bench.plan.search.advisor import Advice, CounterOffer, Result, Screening
+from banaserve_bench.plan.search.engines import device_words
+from banaserve_bench.plan.search.flips import Flip
+from banaserve_bench.plan.search.gain import MOST_RATIO, WORTH, Answer
+from banaserve_bench.plan.search.loads import rate_per_s
+from banaserve_bench.plan.search.question import PlanQuestion
 from banaserve_bench.results.figure_text import interval_text, number
 from banaserve_bench.results.statistics import Interval
 from banaserve_bench.simulation.command import measured_words
@@ -42,6 +42,7 @@ class PlanReport(NamedTuple):
         price: Price of an instance, or of a GPU where these are known, for an hour; None if it is
             unknown.
         model: Model that is served, as ``serve`` gets it.
+        past_words: Errors that earlier advice has had, in one line.
     """
 
     planned: SimulationJob
@@ -50,6 +51,7 @@ class PlanReport(NamedTuple):
     advice: Advice
     price: float | None
     model: str = "MODEL"
+    past_words: str = ""
 
     @property
     def sentence(self) -> str:
@@ -121,6 +123,8 @@ class PlanReport(NamedTuple):
         kind = "parts of the trace" if asked.loads.are_windows else "loads"
         error = "unknown" if asked.error is None else f"{asked.error.step:.1%}"
         yield f"chosen on one, judged on {len(others)} other {kind}; error of step times: {error}"
+        if self.past_words:
+            yield self.past_words
         if self.found.feasible_fraction < 1:
             share = f"{self.found.feasible_fraction:.1%}"
             yield f"an idle engine serves {share} of the requests in time"

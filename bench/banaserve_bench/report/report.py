@@ -203,7 +203,7 @@ def _of_modelled_time(record: Result) -> list[str]:
         return []
     profiles = {f"{one.profile} ({one.source})" for one in record.modelled_time}
     dilations = sorted({f"{one.dilation:g}" for one in record.modelled_time})
-    overran = [f"{one.num_overrun / max(1, one.num_steps):.1%}" for one in record.modelled_time]
+    overran = [f"{one.overrun_fraction:.1%}" for one in record.modelled_time]
     return [
         f"time is MODELLED, not measured: {', '.join(sorted(profiles))}",
         f"a modelled second took {' or '.join(dilations)} s; steps that overran, by server: "

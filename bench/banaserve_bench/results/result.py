@@ -67,6 +67,11 @@ class ModelledTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_overrun: int
     late_fraction: float
 
+    @property
+    def overrun_fraction(self) -> float:
+        """Share of steps whose real work took longer than their modelled time."""
+        return self.num_overrun / max(1, self.num_steps)
+
 
 class Versions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Installed versions; null where a package is not installed."""

@@ -18,7 +18,7 @@ from banaserve.cli.app import App
 from banaserve.cli.plugins import use_plugins, warn_of_rivalries
 from banaserve.cli.terminal.console import print_json, print_rows
 from banaserve.orchestrator.control.costs import profile as profiles
-from banaserve.orchestrator.control.costs.profile import Profile
+from banaserve.orchestrator.control.costs.profile import ErrorSection, Profile
 from banaserve.orchestrator.control.move_policies.registry import names
 from banaserve.sim.cluster.cluster import SimCluster
 from banaserve.sim.request import SimRequest
@@ -26,7 +26,7 @@ from banaserve.sim.result import SIMULATED
 from banaserve.sim.system import KINDS
 from banaserve_bench.results.figure_text import interval_text, row
 from banaserve_bench.silicon import description as step_times
-from banaserve_bench.silicon.description import ErrorSection, StepTimesDescription
+from banaserve_bench.silicon.description import StepTimesDescription
 from banaserve_bench.silicon.install import install
 from banaserve_bench.simulation import case as cases
 from banaserve_bench.simulation.chrome_trace import ChromeTrace
@@ -259,7 +259,8 @@ def _show(
         print(f"step times {measured.name} ({measured.source})")
         print(f"valid for {measured.valid_for}; errors are of {measured.judged_on}")
     print()
-    print_rows(result_rows(outcomes, measured.error if measured else None), {})
+    error = planned.profile.error if measured is None else measured.error
+    print_rows(result_rows(outcomes, error), {})
     if moves := move_rows(outcomes[0]):
         print()
         print_rows(moves, {})
@@ -274,7 +275,7 @@ def result_rows(
     """Return a row for each figure and a column for each system, with right-aligned numbers.
 
     Figures are those of a single run, or means of several runs with half the width of their 95%
-    interval. Latencies on measured step times carry the relative ``error`` of these.
+    interval. Latencies carry the relative ``error`` of the step times if it is known.
     """
     systems = list(outcomes[0]["systems"])
     rows = [("figure", *systems)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from math import isfinite
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -21,10 +21,12 @@ _MOST = {
     "num_heads": 1024,
     "num_kv_heads": 1024,
     "hidden_size": 1_000_000,
+    "head_size": 10_000,
     "element_bytes": 8,
     "max_context_tokens": 100_000_000,
     "kv_tokens": 1_000_000_000,
     "block_tokens": 4096,
+    **dict.fromkeys(("ttft", "tpot", "latency", "ttft_p99", "tpot_p99"), 1.0),
 }
 
 Section = TypeVar("Section")
@@ -43,6 +45,7 @@ class ModelSection:
         element_bytes: Size of a weight and of a K or V element: 2 for bf16 and fp16.
         layer_kv_bytes: Size of what one layer keeps of one token, on one device, where the heads do
             not tell it (MLA, other precisions, heads of another width); 0 where they do.
+        head_size: Number of elements of one head; 0 for ``hidden_size`` / ``num_heads``.
     """
 
     num_layers: int
@@ -54,6 +57,7 @@ class ModelSection:
     max_context_tokens: int
     element_bytes: int = 2
     layer_kv_bytes: int = 0
+    head_size: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "element_bytes"):
@@ -61,15 +65,15 @@ class ModelSection:
                 raise ValueError(f"{name} is {getattr(self, name)}: must be 1 or more")
         if self.layer_weights < 1:
             raise ValueError(f"layer_weights is {self.layer_weights}: must be 1 or more")
-        if self.hidden_size % self.num_heads and not self.layer_kv_bytes:
+        if self.hidden_size % self.num_heads and not (self.layer_kv_bytes or self.head_size):
             raise ValueError("hidden_size is no multiple of num_heads")
         if self.num_heads % self.num_kv_heads:
             raise ValueError("num_heads is no multiple of num_kv_heads")
 
     @property
     def head_dim(self) -> int:
-        """Number of elements of one head: d_model / h_total (BanaServe Eq. 14)."""
-        return self.hidden_size // self.num_heads
+        """Number of elements of one head: d_model / h_total (BanaServe Eq. 14) if none is given."""
+        return self.head_size or self.hidden_size // self.num_heads
 
     @property
     def layer_token_bytes(self) -> int:
@@ -119,10 +123,25 @@ class MemorySection:
 
 
 @dataclass(frozen=True, slots=True)
+class ErrorSection:
+    """Relative errors of means and 99th percentiles, against runs that were not fitted.
+
+    Those of percentiles are nan if the runs tell means only.
+    """
+
+    ttft: float
+    tpot: float
+    latency: float
+    ttft_p99: float = nan
+    tpot_p99: float = nan
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """A modelled device with a modelled model; its times are computed, not measured.
 
     Attributes:
+        error: Error of the step times; None if it is unknown.
         facts: Facts of an instance whose memory is just large enough for its KV.
     """
 
@@ -134,6 +153,7 @@ class Profile:
     decode_large: DecodeSection | None
     memory: MemorySection
     link: Link
+    error: ErrorSection | None = None
     facts: InstanceFacts = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -183,7 +203,8 @@ def load(name_or_path: str) -> Profile:
         path = BUILT_IN / f"{name_or_path}.toml"
     table = read_toml(path)
     known = ("name", "source", "model", "prefill", "decode", "memory", "link")
-    check_keys(path, "", table, known, required=known)
+    check_keys(path, "", table, (*known, "error"), required=known)
+    error = table.get("error")
     decode = table["decode"]
     if not isinstance(decode, Mapping):
         raise UserError(f"{path}: decode is no section")
@@ -202,6 +223,7 @@ def load(name_or_path: str) -> Profile:
         None if large is None else read_section(path, "decode.large", large, DecodeSection),
         read_section(path, "memory", table["memory"], MemorySection),
         read_section(path, "link", table["link"], Link, ("sync_s", "hop_s")),
+        None if error is None else read_section(path, "error", error, ErrorSection),
     )
 
 

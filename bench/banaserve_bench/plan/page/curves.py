@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from banaserve_bench.plan.advisor import CounterOffer, Result, Screening, Tried
-from banaserve_bench.plan.candidates import Candidate
-from banaserve_bench.plan.loads import Rows, faster, rate_per_s
-from banaserve_bench.plan.question import PlanQuestion
-from banaserve_bench.plan.time_parts import TimeParts
+from banaserve_bench.plan.search.advisor import CounterOffer, Result, Screening, Tried
+from banaserve_bench.plan.search.candidates import Candidate
+from banaserve_bench.plan.search.loads import Rows, faster, rate_per_s
+from banaserve_bench.plan.search.question import PlanQuestion
+from banaserve_bench.plan.search.time_parts import TimeParts
 
 RATES = (0.5, 0.71, 1.0, 1.41, 2.0)
 """Factors of the load's rate for which latencies are drawn."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from banaserve.base.errors import UserError
 from banaserve_bench.plan.page.curves import PlanCurves, find_curves, front
 from banaserve_bench.plan.report import PlanReport
-from banaserve_bench.plan.time_parts import TimeParts
+from banaserve_bench.plan.search.time_parts import TimeParts
 from banaserve_bench.report import plots
 from banaserve_bench.report.plots import DARK, LIGHT, Plot, PlotGrid, Series, Theme
 from banaserve_bench.results.figure_text import number

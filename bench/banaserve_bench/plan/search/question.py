@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from banaserve.sim.result import LatencyLimits
-from banaserve_bench.plan.candidates import (
+from banaserve_bench.plan.search.candidates import (
     USUAL_STEP_TOKENS,
     Candidate,
     InstanceShape,
     fixed_candidates,
 )
-from banaserve_bench.plan.loads import PlanLoads, Rows
-from banaserve_bench.plan.trial import Device, Scenario, StepError, scenarios
+from banaserve_bench.plan.search.loads import PlanLoads, Rows
+from banaserve_bench.plan.search.trial import Device, Scenario, StepError, scenarios
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from banaserve.sim.result import LatencyLimits
-from banaserve_bench.plan.candidates import Candidate
-from banaserve_bench.plan.gain import Answer, GoodputRuns, answer, gain_of_one_load
-from banaserve_bench.plan.loads import Rows, cut_share, faster, longer
-from banaserve_bench.plan.question import PlanQuestion
-from banaserve_bench.plan.trial import StepError
+from banaserve_bench.plan.search.candidates import Candidate
+from banaserve_bench.plan.search.gain import Answer, GoodputRuns, answer, gain_of_one_load
+from banaserve_bench.plan.search.loads import Rows, cut_share, faster, longer
+from banaserve_bench.plan.search.question import PlanQuestion
+from banaserve_bench.plan.search.trial import StepError
 from banaserve_bench.results.statistics import Interval
 
 _REQUESTS = 1000

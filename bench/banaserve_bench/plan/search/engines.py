@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from banaserve.base.errors import UserError
-from banaserve_bench.plan.trial import Device
+from banaserve_bench.plan.search.trial import Device
 from banaserve_bench.silicon.modelled_engine import modelled_engine
 
 DEFAULT_GPUS = 8

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from banaserve.orchestrator.control.costs.profile import Profile
+from banaserve.orchestrator.control.costs.profile import ErrorSection, Profile
 from banaserve.orchestrator.control.costs.steps import StepCosts
 from banaserve.sim.cluster.cluster import SimCluster
 from banaserve.sim.result import LatencyLimits
 from banaserve.sim.trace import Arrival, requests_of
-from banaserve_bench.plan.candidates import Candidate
-from banaserve_bench.plan.time_parts import PartsWatch, TimeParts
+from banaserve_bench.plan.search.candidates import Candidate
+from banaserve_bench.plan.search.time_parts import PartsWatch, TimeParts
 from banaserve_bench.silicon.costs import MeasuredCosts
-from banaserve_bench.silicon.description import ErrorSection, StepTimesDescription
+from banaserve_bench.silicon.description import StepTimesDescription
 from banaserve_bench.silicon.install import install
 from banaserve_bench.simulation.run import simulate
 

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 from banaserve.base.errors import UserError
 from banaserve.sim.result import LatencyLimits
-from banaserve_bench.plan.candidates import (
+from banaserve_bench.plan.search.candidates import (
     USUAL_STEP_TOKENS,
     Candidate,
     colocated,
     elastic,
 )
-from banaserve_bench.plan.flips import Flip, find_flips
-from banaserve_bench.plan.gain import WORTH, Answer, Gain, GoodputRuns, answer, gain
-from banaserve_bench.plan.loads import (
+from banaserve_bench.plan.search.flips import Flip, find_flips
+from banaserve_bench.plan.search.gain import WORTH, Answer, Gain, GoodputRuns, answer, gain
+from banaserve_bench.plan.search.loads import (
     Rows,
     cut_share,
     faster,
@@ -25,9 +25,9 @@ from banaserve_bench.plan.loads import (
     mean_prompt,
     rate_per_s,
 )
-from banaserve_bench.plan.question import PlanQuestion
-from banaserve_bench.plan.sensitivities import Sensitivity, find_sensitivities
-from banaserve_bench.plan.trial import Device, Scenario
+from banaserve_bench.plan.search.question import PlanQuestion
+from banaserve_bench.plan.search.sensitivities import Sensitivity, find_sensitivities
+from banaserve_bench.plan.search.trial import Device, Scenario
 
 Tell = Callable[[str], None]
 Result = Mapping[str, Any]
