@@ -11,7 +11,7 @@ import pytest
 from banaserve.base.platform import fail_points
 from banaserve.base.platform.fail_points import FailPoint, InjectedError
 
-ROOT = Path(fail_points.__file__).parents[1]
+ROOT = Path(fail_points.__file__).parents[2]
 
 
 def armed(folder: Path) -> fail_points._Armed:
