@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import csv
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -296,13 +296,22 @@ def read_runs() -> list[WholeRun]:
     Raises:
         UserError: The package is not installed.
     """
+    runs = [_run(row) for row in silicon_rows() if _is_usable(row)]
+    return list({run[1:]: run for run in runs}.values())
+
+
+def silicon_rows() -> Iterator[dict[str, str]]:
+    """Yield all rows of whole runs in the package, of any backend.
+
+    Raises:
+        UserError: The package is not installed.
+    """
     package = find_spec(_PACKAGE)
     if package is None or package.origin is None:
         raise UserError("whole runs need aiconfigurator-core: pip install 'banaserve-bench[plan]'")
     path = Path(package.origin).with_name("systems") / "silicon_sample.csv"
     with path.open(encoding="utf-8", newline="") as rows:
-        runs = [_run(row) for row in csv.DictReader(rows) if _is_usable(row)]
-    return list({run[1:]: run for run in runs}.values())
+        yield from csv.DictReader(rows)
 
 
 def _is_usable(row: dict[str, str]) -> bool:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from banaserve.base.errors import UserError
 from benchmarks.silicon import is_fitted
+from benchmarks.whole_runs import silicon_rows
 
-_PACKAGE = "aiconfigurator_core"
 _NODE_GPUS = 8
 """GPUs of a machine; an aggregated engine is on one."""
 _CLIENTS = re.compile(r"silicon_concurrency=(\d+)")
@@ -129,12 +125,7 @@ def read_runs() -> list[ServedRun]:
     Raises:
         UserError: The package is not installed.
     """
-    package = find_spec(_PACKAGE)
-    if package is None or package.origin is None:
-        raise UserError("whole runs need aiconfigurator-core: pip install 'banaserve-bench[plan]'")
-    path = Path(package.origin).with_name("systems") / "silicon_sample.csv"
-    with path.open(encoding="utf-8", newline="") as rows:
-        runs = [_run(row) for row in csv.DictReader(rows) if _is_usable(row)]
+    runs = [_run(row) for row in silicon_rows() if _is_usable(row)]
     return list({run[1:]: run for run in runs}.values())
 
 

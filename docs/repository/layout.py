@@ -23,6 +23,8 @@ _ENTRY = re.compile(r"\bEntr(y|ies)\b|Begin at")
 APART = {"banaserve.orchestrator.planner"}
 """Folders that count as entries of the folder above their own: the simulator is above ``control``
 and below ``planner``."""
+MAX_TOP_BYTES = 1_000_000
+"""Maximum size of a file at the top, in bytes: a larger one was left there by a download."""
 Graph = dict[str, set[str]]
 
 
@@ -39,6 +41,9 @@ def _top() -> Iterator[Finding]:
         held = sorted(path.name for path in (ROOT / name).glob("*"))
         if held != ["README.md"]:
             yield Finding(ROOT / name, 1, f"holds {held}, not only README.md")
+    for path in sorted(ROOT.iterdir()):
+        if path.is_file() and path.stat().st_size > MAX_TOP_BYTES:
+            yield Finding(path, 1, f"has more than {MAX_TOP_BYTES:,} bytes: move it out")
 
 
 def _packages() -> Iterator[Finding]:

@@ -53,7 +53,7 @@ def test_the_serving_policy_decides_as_without_a_shadow(shadow: str) -> None:
     assert sum(one.num_requests for one in counts.values()) == 60
     assert sum(one.num_first_tokens for one in counts.values()) == 45
     assert sum(one.first_token_s for one in counts.values()) == pytest.approx(45 * 0.5)
-    assert counts[ShadowChoice.FAILED].num_requests == 0
+    assert counts[ShadowChoice.FAILED].num_requests == both.num_failed_events == 0
 
 
 def test_equal_policies_agree_always() -> None:
@@ -66,14 +66,15 @@ def test_a_shadow_that_fails_is_counted_and_changes_nothing() -> None:
     shadow = make("round_robin", random.Random(1))
 
     def fail(*_: object) -> None:
-        raise ZeroDivisionError
+        raise SystemExit
 
     shadow.choose = shadow.on_finished = fail  # type: ignore[method-assign]
     alone, _ = served_by(make("least_requests", random.Random(1)))
     both = ShadowedPolicy(make("least_requests", random.Random(1)), shadow)
     targets, _ = served_by(both)
     assert targets == alone
-    assert both.counts[ShadowChoice.FAILED].num_requests == 60 + 45
+    assert both.counts[ShadowChoice.FAILED].num_requests == 60
+    assert both.num_failed_events == 45
 
 
 def test_a_balancer_shows_the_shadows_choices() -> None:

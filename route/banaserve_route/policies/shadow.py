@@ -1,8 +1,9 @@
 """A second policy that decides each request too, and whose decisions are only compared.
 
 It sees the same requests, views and outcomes as the policy that serves. Its failures are counted
-and change nothing. What an answer would have taken at its choice is not known: the times to the
-first token of requests on which both agree, and of the others, are a hint.
+and change nothing, even where its code would end the process. What an answer would have taken at
+its choice is not known: the times to the first token of requests on which both agree, and of the
+others, are a hint.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class ShadowedPolicy:
 
     Attributes:
         counts: Requests by the shadow's choice.
+        num_failed_events: Number of outcomes that the shadow failed to take in.
     """
 
     serving: ReplicaPolicy
@@ -63,6 +65,7 @@ class ShadowedPolicy:
     counts: dict[ShadowChoice, ShadowCount] = field(
         default_factory=lambda: {choice: ShadowCount() for choice in ShadowChoice}
     )
+    num_failed_events: int = 0
     _last: tuple[Request, ReplicaId | None, bool] | None = None
     _flights: dict[int, ShadowChoice] = field(default_factory=dict)
 
@@ -76,7 +79,7 @@ class ShadowedPolicy:
         if decision.target is not None:
             try:
                 self._last = (request, self.shadow.choose(request, fleet).target, False)
-            except Exception:
+            except (Exception, SystemExit):
                 self._last = (request, None, True)
         return decision
 
@@ -137,5 +140,5 @@ class ShadowedPolicy:
     def _tell(self, event: Callable[[Value], None], value: Value) -> None:
         try:
             event(value)
-        except Exception:
-            self.counts[ShadowChoice.FAILED].num_requests += 1
+        except (Exception, SystemExit):
+            self.num_failed_events += 1

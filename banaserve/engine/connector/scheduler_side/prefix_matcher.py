@@ -260,8 +260,10 @@ class PrefixMatcher:
         )
         if until_s is None:
             until_s = now_s + UNDECIDED_FOR_S
-        num_written = self._num_being_written(keys, offers, answer) if reads else 0
-        waits_for_writer = self._waits_for_writer(tracked, num_written, block_s, now_s)
+        waits_for_writer = False
+        if reads and self._may_wait_for_writer(tracked, block_s):
+            num_written = self._num_being_written(keys, offers, answer)
+            waits_for_writer = self._waits_for_writer(tracked, num_written, block_s, now_s)
         asked = StoreAsked(
             asked_blocks=len(keys),
             found_blocks=len(answer.slots),
@@ -322,13 +324,23 @@ class PrefixMatcher:
             room_block_bytes=self._client.slot_bytes if waiting else 0,
         )
 
+    def _may_wait_for_writer(self, tracked: RequestState, block_s: float) -> bool:
+        """Return whether a leg waits at all for blocks that another leg is computing.
+
+        Not where the cost of a block is unknown, nor where blocks are useless without states.
+        """
+        return tracked.waits_long or (block_s > 0 and not self._num_states)
+
     def _num_being_written(
         self, keys: list[bytes], offers: list[SaveCandidate], answer: Exchanged
     ) -> int:
         """Return how many blocks, from the first that was not found on, another leg computes."""
+        missing = keys[len(answer.slots) :]
         granted = {o.key for o, slot in zip(offers, answer.reserved, strict=False) if slot}
-        missing = list(takewhile(lambda key: key not in granted, keys[len(answer.slots) :]))
-        states = self._client.lookup(missing) if missing else []
+        if not missing or missing[0] in granted:
+            return 0
+        missing = list(takewhile(lambda key: key not in granted, missing))
+        states = self._client.lookup(missing)
         return sum(1 for _ in takewhile(lambda state: state is Lookup.PENDING, states))
 
     def _waits_for_writer(
@@ -336,10 +348,9 @@ class PrefixMatcher:
     ) -> bool:
         """Return whether a leg waits for the blocks of its prefix that another leg is computing.
 
-        It waits where computing them again is predicted to take longer, once in its life, and
-        holds no slots meanwhile; where the cost of a block is unknown, or the blocks of a prefix
-        are useless without its states, it computes. If the writer dies, its blocks are missing, and
-        the first that asks computes them.
+        It waits at most ``WRITER_PATIENCE`` times as long as computing them takes, once in its
+        life, and holds no slots meanwhile. If the writer dies, its blocks are missing, and the
+        first leg that asks computes them.
 
         Two legs wait longer. One whose prefix was computed for it: two prefill instances that
         compute one prefix at the same time save it once, and the decode leg of the faster of them
@@ -350,13 +361,13 @@ class PrefixMatcher:
             self._end_writer_wait(tracked, now_s)
             return False
         if tracked.writer_until_s is None:
-            patience_s = 0.0 if self._num_states else WRITER_PATIENCE * block_s * num_written
+            patience_s = WRITER_PATIENCE * block_s * num_written
             tracked.writer_look_s = min(patience_s / _WRITER_LOOKS, UNDECIDED_FOR_S)
-            if tracked.is_owed or tracked.goes_on:
+            if tracked.waits_long:
                 patience_s, tracked.writer_look_s = LONGEST_WAIT_S, ASK_AGAIN_S
             tracked.writer_until_s = now_s + patience_s
             tracked.writer_since_s = now_s
-            self._stats.add(waited_for_prefix=int(patience_s > 0))
+            self._stats.add(waited_for_prefix=1)
         if now_s < tracked.writer_until_s:
             return True
         self._end_writer_wait(tracked, now_s)

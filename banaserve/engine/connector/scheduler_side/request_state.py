@@ -216,6 +216,11 @@ class RequestState:
         """
         return bool(output_of(self.request.sampling_params)) and not self.has_run
 
+    @property
+    def waits_long(self) -> bool:
+        """True if the request waits for blocks being written however cheap they are to compute."""
+        return self.is_owed or self.goes_on
+
     def keep(self, offers: Sequence[SaveCandidate], reserved: Sequence[Slot | None]) -> None:
         """Remember which offers the store accepted."""
         for offer, slot in zip(offers, reserved, strict=False):
