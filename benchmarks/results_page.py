@@ -2,8 +2,8 @@
 
     python -m benchmarks results [--out build/docs/benchmarks]    # prints where the first page is
 
-``RESULTS.md`` has a section for each result; results of comparisons and simulations also have pages
-of their own, with plots, which need matplotlib. The pages depend only on the result files, the list
+``RESULTS.md`` has a section for each result; results of simulations also have pages of their own,
+with plots, which need matplotlib. The pages depend only on the result files, the list
 of benchmarks and, as to which results are stale, the code since. ``make docs`` builds them into the
 site.
 """
@@ -20,7 +20,7 @@ from typing import NamedTuple
 from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
 from banaserve_bench.report import plots, tables
-from banaserve_bench.report.report import result_files, section_of, write_report
+from banaserve_bench.report.report import result_files, section_of
 from banaserve_bench.results import result
 from banaserve_bench.results.result import Result
 from benchmarks.break_even import page as break_even
@@ -34,7 +34,6 @@ from benchmarks.simulate_seeds import report as simulate_seeds
 RESULTS = ROOT / "benchmarks" / "results"
 BUILT = ROOT / "build" / "docs" / "benchmarks"
 NAME = "RESULTS.md"
-COMPARED_NAME = "report.md"
 MAX_FIGURES = 110
 COMMAND = "python -m benchmarks results"
 
@@ -88,8 +87,6 @@ def build(out: Path) -> Path:
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
         _write_own_page(result.read(path), copy.with_suffix(".md"))
-    for folder in sorted(RESULTS.glob("*/")):
-        write_report(folder, out / "results" / folder.name, "Systems side by side")
     first = out / NAME
     first.write_text(page(RESULTS, stale_results(RESULTS)))
     return first
@@ -99,12 +96,11 @@ def built_pages() -> frozenset[Path]:
     """Return the pages that ``build`` writes, from its folder."""
     files = [path.relative_to(RESULTS.parent) for path in result_files(RESULTS)]
     own = {path.with_suffix(".md") for path in files if path.stem in OWN_PAGES}
-    compared = {path.with_name(COMPARED_NAME) for path in files if _is_compared(path)}
-    return frozenset({Path(NAME)} | own | compared)
+    return frozenset({Path(NAME)} | own)
 
 
 def site_link(place: Path) -> str | None:
-    """Return where the built pages show a result file or a folder of results, from their folder.
+    """Return where the built pages show a result file, or all of them, from their folder.
 
     None if ``place`` is neither.
     """
@@ -113,15 +109,9 @@ def site_link(place: Path) -> str | None:
     if not place.is_relative_to(RESULTS):
         return None
     path = place.relative_to(RESULTS)
-    if place.is_dir():
-        return f"results/{path}/{COMPARED_NAME}"
     if place.stem in OWN_PAGES:
         return f"results/{path.with_suffix('.md')}"
     return f"{NAME}#{_anchor(_title(path))}"
-
-
-def _is_compared(path: Path) -> bool:
-    return path.parent.name != RESULTS.name
 
 
 def _write_own_page(record: Result, path: Path) -> None:
@@ -255,11 +245,7 @@ def _figures(path: Path, record: Result) -> str:
         return f"{len(record.figures)} figures, in tables of their own: [{own}](results/{own})."
     if "systems" in record.raw:
         section = section_of(record)
-        parts = [tables.as_markdown(section.table), section.table_note]
-        if path.parent != Path():
-            report = path.with_name(COMPARED_NAME)
-            parts.append(f"With plots and latencies: [{report}](results/{report}).")
-        return "\n\n".join(filter(None, parts))
+        return "\n\n".join(filter(None, [tables.as_markdown(section.table), section.table_note]))
     shown = record.figures
     if len(shown) > MAX_FIGURES:
         patterns = _SHOWN.get(_name(record), ())

@@ -123,7 +123,8 @@ class MetricsPage:
     thread.
 
     Args:
-        registries: Returns the registries of vLLM's series of instances, with labels for each.
+        registries: Called in the event loop at each scrape: brings the metrics up to date, and
+            returns the registries of vLLM's series of instances, with labels for each.
         store_stats: Returns the store's statistics, may block and may raise
             StoreUnavailableError; None without a store.
     """
@@ -158,12 +159,13 @@ class MetricsPage:
         store = ""
         if self._store is not None and _asks_for_store(page.names):
             store = _store_page(await self._store.stats())
+        samples = _Samples(self._registries(), page.names, store)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._written, page, store)
+        return await loop.run_in_executor(self._thread, self._written, page, samples)
 
-    def _written(self, page: _Page, store: str) -> bytes:
+    def _written(self, page: _Page, samples: _Samples) -> bytes:
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Samples(self._registries(), page.names, store))
+        registry.register(samples)
         # The library's other escaping schemes replace the colon in vLLM's names.
         written: bytes = (
             openmetrics.generate_latest(registry, escaping=openmetrics.ALLOWUTF8)

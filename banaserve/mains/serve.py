@@ -71,7 +71,7 @@ from banaserve.serving.instances.probe import ClusterTimeouts
 from banaserve.serving.launch.engine_settings import Budgets, EngineSettings, RoleEngine
 from banaserve.serving.launch.launcher import Launcher
 from banaserve.serving.monitoring import metrics
-from banaserve.serving.monitoring.engine_series import EngineSeries
+from banaserve.serving.monitoring.engine_series import EngineSeries, LabelledRegistry
 from banaserve.serving.moves.coordinator import Coordinator
 from banaserve.serving.moves.guest_monitor import live_migration
 from banaserve.serving.operations.admission import Admission
@@ -386,11 +386,16 @@ async def _app(
     factory: InstanceFactory,
     grammars: GrammarChecker,
 ) -> ASGIApp:
+    def registries() -> Sequence[LabelledRegistry]:
+        for instance in cluster.instances.values():
+            instance.board.count()
+        return factory.series.registries
+
     return await make_app(
         parts.args,
         client,
         cluster,
-        MetricsPage(lambda: factory.series.registries, _store_stats(parts)),
+        MetricsPage(registries, _store_stats(parts)),
         ApiServerOptions(
             keys=parts.config.keys,
             metrics_key=parts.config.metrics_key,

@@ -46,7 +46,7 @@ def test_own_pages_say_what_the_result_says(built: Path) -> None:
     record = result.read(results_page.RESULTS / "simulate-paper.json")
     most = max(one.median for name, one in record.figures.items() if "_over_static" in name)
     assert f" to {most:.2f} |" in paper
-    assert "MODELLED" in (built / "results" / "compare-paced" / "report.md").read_text()
+    assert "MODELLED" in (built / results_page.NAME).read_text()
 
 
 def test_without_matplotlib_nothing_is_built(

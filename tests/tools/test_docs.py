@@ -45,7 +45,7 @@ def test_a_page_that_only_a_build_makes_is_a_dead_link(
     monkeypatch.setattr(check, "REFERENCE", reference_folder)
     monkeypatch.setattr(check, "RESULTS", tmp_path / "benchmarks" / "results")
     targets = ["docs/reference/commands.md", "benchmarks/RESULTS.md"]
-    targets += ["benchmarks/results/simulate-paper.md", "benchmarks/results/compare/report.html"]
+    targets.append("benchmarks/results/simulate-paper.md")
     document = tmp_path / "README.md"
     document.write_text("".join(f"[options]({target}#commands)\n" for target in targets))
     for target in targets if built else []:
@@ -122,11 +122,6 @@ def test_a_link_to_a_folder_leads_to_the_repository_or_is_its_name(
     [
         ("../../benchmarks/results/", "../../benchmarks/RESULTS.md"),
         ("../../benchmarks/results/pacing.json", "../../benchmarks/RESULTS.md#pacing"),
-        (
-            "../../benchmarks/results/compare-paced/compare-alpaca.json",
-            "../../benchmarks/RESULTS.md#compare-pacedcompare-alpaca",
-        ),
-        ("../../benchmarks/results/compare-cpu/", "../../benchmarks/results/compare-cpu/report.md"),
         (
             "../../benchmarks/results/break-even.json",
             "../../benchmarks/results/break-even.md",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.registry import Collector
@@ -14,7 +14,7 @@ from banaserve.engine.compat import engine as compat
 from banaserve.engine.compat.config import VllmConfig
 from banaserve.engine.compat.engine import IterationStats, MultiModalCacheStats, SchedulerStats
 from banaserve.engine.compat.front import clients
-from banaserve.serving.monitoring.leg_stats import IterationByLeg, Leg
+from banaserve.serving.monitoring.leg_stats import IterationByLeg, Leg, add
 
 OF_PROMPTS = frozenset(
     {
@@ -57,6 +57,19 @@ LabelledRegistry = tuple[Mapping[str, str], CollectorRegistry]
 """Labels for all series of a registry, and the registry."""
 
 
+_MAX_STEPS = 64
+_MAX_OUTPUTS = 256
+"""Steps and outputs whose statistics wait to be applied together: at most half a millisecond."""
+
+
+class _StepStats(NamedTuple):
+    """Statistics of one batch of outputs; ``scheduler`` is None if no step made them."""
+
+    scheduler: SchedulerStats | None
+    iteration: IterationByLeg | None
+    mm_cache: MultiModalCacheStats | None
+
+
 class EngineSeries:
     """vLLM's Prometheus series of each instance, in registries that come and go with instances.
 
@@ -73,7 +86,7 @@ class EngineSeries:
 
     @property
     def registries(self) -> Sequence[LabelledRegistry]:
-        """Registries with series to show now."""
+        """Registries with series to show now; to be read on the thread that records."""
         return [
             labelled for one in tuple(self._instances.values()) for labelled in one.registries()
         ]
@@ -141,9 +154,12 @@ class _InstanceSeries:
             leg: _logger_apart(config, index, shown.__contains__) for leg, shown in _BY_LEG.items()
         }
         self._counted = {Leg.WHOLE}
+        self._unapplied: list[_StepStats] = []
+        self._num_outputs = 0
 
     def registries(self) -> Iterator[LabelledRegistry]:
         """Yield the registries to show: the engine's, of legs counted so far, and of whole ones."""
+        self._apply()
         yield {"instance_id": self._id}, self._of_engine
         for leg, (_, registry) in self._legs.items():
             if leg in self._counted:
@@ -155,14 +171,55 @@ class _InstanceSeries:
         iteration: IterationByLeg | None,
         mm_cache_stats: MultiModalCacheStats | None,
     ) -> None:
-        """Count outputs, and the step that they come from, if any."""
-        is_step = iteration is not None and scheduler_stats is not None
-        of_engine = iteration.of_engine() if iteration is not None and is_step else None
-        self.engine.record(scheduler_stats, of_engine, mm_cache_stats, self._index)
-        for leg, counts in (iteration.by_leg if iteration is not None else {}).items():
-            if leg in self._legs:
-                self._counted.add(leg)
-                self._legs[leg][0].record(None, counts, None, self._index)
+        """Take the statistics of outputs, and of the step that they come from, if any.
+
+        They are applied to the series later, many steps at once: that costs the front door a
+        fraction of the time, and a scrape applies what is left.
+        """
+        self._unapplied.append(_StepStats(scheduler_stats, iteration, mm_cache_stats))
+        self._num_outputs += 1 if iteration is None else iteration.num_outputs
+        if len(self._unapplied) >= _MAX_STEPS or self._num_outputs >= _MAX_OUTPUTS:
+            self._apply()
+
+    def _apply(self) -> None:
+        """Count everything that has been recorded since the last call."""
+        steps, self._unapplied, self._num_outputs = self._unapplied, [], 0
+        by_leg: dict[Leg, IterationStats] = {}
+        latest = max((n for n, one in enumerate(steps) if one.scheduler is not None), default=-1)
+        for number, (scheduler, iteration, mm_cache) in enumerate(steps):
+            if number == latest or mm_cache is not None or _has_counts(scheduler):
+                self.engine.record(scheduler, None, mm_cache, self._index)
+            if iteration is None:
+                continue
+            if scheduler is not None:
+                self._count_step(iteration)
+            for leg, counts in iteration.by_leg.items():
+                if leg in self._legs:
+                    add(by_leg.setdefault(leg, IterationStats()), counts)
+        for leg, counts in by_leg.items():
+            self._counted.add(leg)
+            self._legs[leg][0].record(None, counts, None, self._index)
+
+    def _count_step(self, step: IterationByLeg) -> None:
+        """Count what belongs to the engine and its step rather than to requests."""
+        self.engine.histogram_iteration_tokens[self._index].observe(step.num_step_tokens)
+        if num_preempted := sum(one.num_preempted_reqs for one in step.by_leg.values()):
+            self.engine.counter_num_preempted_reqs[self._index].inc(num_preempted)
+
+
+def _has_counts(stats: SchedulerStats | None) -> bool:
+    """Return whether statistics add to counters, and not only replace the values of gauges."""
+    if stats is None:
+        return False
+    of_connector = stats.connector_prefix_cache_stats
+    return bool(
+        stats.prefix_cache_stats.queries
+        or (of_connector is not None and of_connector.queries)
+        or stats.spec_decoding_stats
+        or stats.ec_connector_stats
+        or stats.perf_stats
+        or stats.kv_cache_eviction_events
+    )
 
 
 def _logger_apart(

@@ -62,11 +62,13 @@ class IterationByLeg(IterationStats):
 
     Attributes:
         by_leg: Counts of each kind of leg, as vLLM would count without the other kinds.
+        num_outputs: Number of requests' outputs that were counted.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.by_leg: dict[Leg, IterationStats] = {}
+        self.num_outputs = 0
 
     def update_from_output(
         self,
@@ -79,6 +81,7 @@ class IterationByLeg(IterationStats):
         """Count an output of a request for its leg."""
         queued_s, was_scheduled = req_stats.queued_ts, req_stats.scheduled_ts > 0.0
         counts = self._of(_leg(req_stats))
+        self.num_outputs += 1
         counts.update_from_output(output, engine_core_timestamp, is_prefilling, req_stats, *names)
         if was_scheduled:  # A stream that continues elsewhere waited where it began.
             req_stats.queued_ts = queued_s
@@ -112,19 +115,27 @@ class IterationByLeg(IterationStats):
             counts.n_params_iter.append(sequences.num_sequences)
             counts.max_num_generation_tokens_iter.append(sequences.most_tokens)
 
-    def of_engine(self) -> IterationStats:
-        """Return the counts of the engine in this step, over all of its legs."""
-        whole = IterationStats()
-        for one in self.by_leg.values():
-            whole.num_generation_tokens += one.num_generation_tokens
-            whole.num_preempted_reqs += one.num_preempted_reqs
-            whole.prompt_token_stats.computed += one.prompt_token_stats.computed
-        return whole
+    @property
+    def num_step_tokens(self) -> int:
+        """Number of tokens that the engine computed in this step, over all legs."""
+        counts = self.by_leg.values()
+        return sum(one.num_generation_tokens + one.prompt_token_stats.computed for one in counts)
 
     def _of(self, leg: Leg) -> IterationStats:
         if (found := self.by_leg.get(leg)) is None:
             found = self.by_leg[leg] = IterationStats()
         return found
+
+
+def add(total: IterationStats, counts: IterationStats) -> None:
+    """Add ``counts`` to ``total``: sums of numbers, and the samples of both."""
+    prompt, more = vars(total.prompt_token_stats), counts.prompt_token_stats
+    if more.total:
+        prompt.update((name, prompt[name] + amount) for name, amount in vars(more).items())
+    sums = vars(total)
+    for name, amount in vars(counts).items():
+        if amount and name not in ("iteration_timestamp", "prompt_token_stats"):
+            sums[name] += amount
 
 
 _COMPLETE = frozenset({FinishReason.STOP, FinishReason.LENGTH})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from banaserve.base.clock import Clock
 from banaserve.base.types import BackPressure, InstanceId, InstanceReport
@@ -30,12 +31,19 @@ _ROOM = (
     *("room_held_blocks", "room_blocks", "room_block_bytes"),
 )
 """Gauges of the connector, sent as changes to be summed, since several steps share a report."""
-_LEARN_EVERY_S = 0.05
-"""Minimum time between two updates of the model of step times, in seconds.
+_COUNT_EVERY_S = 0.05
+"""Minimum time between two updates of metrics and of the model of step times, in seconds.
 
 An update costs the front door as much as passing on a token: the short steps of a small model are
-learnt from together, longer ones individually.
+counted and learnt from together, longer ones individually.
 """
+
+
+class _Heard(NamedTuple):
+    """Last word of an engine: ``stats`` of its last step; None if it is idle."""
+
+    at_s: float
+    stats: SchedulerStats | None
 
 
 class StepMeter:
@@ -157,7 +165,6 @@ class ReportBoard:
 
     Attributes:
         block_tokens: Tokens per KV block; 0 while unknown.
-        room_wait_s: Seconds that the instance's prompts have waited for room in the store.
     """
 
     def __init__(
@@ -171,12 +178,12 @@ class ReportBoard:
         self._clock = clock
         self.meter = StepMeter(full_step_tokens, clock.now())
         self.block_tokens = 0
-        self.room_wait_s = 0.0
         self._gpu = gpu
-        self._heard: InstanceReport | None = None
+        self._heard: _Heard | None = None
         self._last: InstanceReport | None = None
-        self._unlearnt: dict[str, float] = {}
-        self._learnt_s = float("-inf")
+        self._uncounted: dict[str, float] = {}
+        self._room_wait_s = 0.0
+        self._counted_s = float("-inf")
         self._step_error = metrics.STEP_ERROR.labels("step", self._id)
         self._room = dict.fromkeys(_ROOM, 0.0)
         self._num_for_room = metrics.WAITING_FOR_ROOM.labels(self._id)
@@ -184,37 +191,21 @@ class ReportBoard:
 
     def record(self, stats: SchedulerStats) -> None:
         """Take the statistics of one step, or of several."""
-        counted = stats.kv_connector_stats or {}
-        metrics.count_transfers(self._id, counted)
-        for name, amount in counted.items():
-            if name in self._room:
-                self._room[name] += amount
-            else:
-                self._unlearnt[name] = self._unlearnt.get(name, 0.0) + amount
-        self.room_wait_s += counted.get("room_wait_seconds", 0.0)
+        uncounted = self._uncounted
+        for name, amount in (stats.kv_connector_stats or {}).items():
+            uncounted[name] = uncounted.get(name, 0.0) + amount
         now_s = self._clock.now()
-        if now_s - self._learnt_s >= _LEARN_EVERY_S:
-            self._learn()
-        num_waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
-        self._hear(
-            InstanceReport(
-                stats.num_running_reqs,
-                num_waiting,
-                stats.kv_cache_usage,
-                busy_fraction=0.0,
-                at_s=now_s,
-                back_pressure=_pressure(self._room),
-            )
-        )
+        self._heard, self._last = _Heard(now_s, stats), None
+        if now_s - self._counted_s >= _COUNT_EVERY_S:
+            self.count()
 
     def answered(self, idle: bool) -> None:
         """Renew the report as the engine has answered: its last statistics hold, or it is idle."""
-        self._learn()
-        now_s, heard = self._clock.now(), self._heard
-        if idle or heard is None:
-            self._hear(InstanceReport(0, 0, 0.0, busy_fraction=0.0, at_s=now_s))
-        else:
-            self._hear(replace(heard, at_s=now_s))
+        self.count()
+        stats = None if idle or self._heard is None else self._heard.stats
+        self._heard, self._last = _Heard(self._clock.now(), stats), None
+        if idle:
+            self._num_for_room.set(0)
 
     @property
     def last(self) -> InstanceReport | None:
@@ -223,23 +214,32 @@ class ReportBoard:
             self._last = self._report(self._heard)
         return self._last
 
-    def _hear(self, heard: InstanceReport) -> None:
-        """Take what an engine has reported; the meter's values are added on reading."""
-        self._heard, self._last = heard, None
-        self._num_for_room.set(heard.back_pressure.num_prompts if heard.back_pressure else 0)
+    @property
+    def room_wait_s(self) -> float:
+        """Seconds that the instance's prompts have waited for room in the store."""
+        return self._room_wait_s + self._uncounted.get("room_wait_seconds", 0.0)
 
-    def _learn(self) -> None:
-        """Pass the counts since the last call, which may be empty, to the meter."""
-        counted, self._unlearnt = self._unlearnt, {}
-        self._learnt_s = self._clock.now()
-        self.meter.record(counted, self._learnt_s)
+    def count(self) -> None:
+        """Pass the counts since the last call, which may be empty, to the metrics and the meter."""
+        counted, self._uncounted = self._uncounted, {}
+        self._counted_s = self._clock.now()
+        metrics.count_transfers(self._id, counted)
+        self._room_wait_s += counted.get("room_wait_seconds", 0.0)
+        for name in _ROOM:
+            self._room[name] += counted.pop(name, 0.0)
+        self._num_for_room.set(round(max(0.0, self._room["room_prompts"])))
+        self.meter.record(counted, self._counted_s)
         self._step_error.set(self.meter.model.error_fraction)
 
-    def _report(self, heard: InstanceReport) -> InstanceReport:
-        meter = self.meter
+    def _report(self, heard: _Heard) -> InstanceReport:
+        meter, stats = self.meter, heard.stats
         usage = self._gpu.read() if self._gpu is not None else None
-        return replace(
-            heard,
+        return InstanceReport(
+            stats.num_running_reqs if stats else 0,
+            stats.num_waiting_reqs + stats.num_skipped_waiting_reqs if stats else 0,
+            stats.kv_cache_usage if stats else 0.0,
+            at_s=heard.at_s,
+            back_pressure=self._pressure() if stats else None,
             busy_fraction=meter.busy_fraction,
             step_fill_fraction=meter.fill_fraction,
             step_s=meter.step_s,
@@ -250,11 +250,10 @@ class ReportBoard:
             fetch_token_s=meter.fetch_block_s / self.block_tokens if self.block_tokens else 0.0,
         )
 
-
-def _pressure(room: Mapping[str, float]) -> BackPressure | None:
-    """Return the back-pressure by the connector's gauges, named in ``_ROOM``; None for none."""
-    prompts, tokens, longest_s, held, blocks, block_bytes = (room[name] for name in _ROOM)
-    if prompts < 1:
-        return None
-    counts = (round(prompts), round(tokens), longest_s)
-    return BackPressure(*counts, round(held), round(blocks), round(block_bytes))
+    def _pressure(self) -> BackPressure | None:
+        """Return the back-pressure by the connector's gauges; None for none."""
+        room, more = self._room, self._uncounted
+        prompts, tokens, longest_s, *blocks = (room[name] + more.get(name, 0.0) for name in _ROOM)
+        if prompts < 1:
+            return None
+        return BackPressure(round(prompts), round(tokens), longest_s, *map(round, blocks))
