@@ -206,6 +206,8 @@ def _arguments(record: Result) -> str:
         return "--constant"
     if code := record.options.get("code"):
         return f"--code {'' if code == 'drawn' else code}".rstrip()
+    if (part := record.options.get("part", "runs")) != "runs":
+        return f"--part {part}"
     profile = record.options.get("pace")
     return "" if profile in (None, "None") else f"--pace {profile}"
 
