@@ -80,8 +80,8 @@ def blind_cells() -> list[BlindCell]:
     levels = (_PROFILES, _INSTANCES, _LENGTHS, _FRACTIONS, _LIMITS)
     rows = covering(levels, NUM_CELLS, "blind cells of the advisor")
     return [
-        BlindCell(profile, instances, *lengths, fraction, *limits)
-        for profile, instances, lengths, fraction, limits in rows
+        BlindCell(profile, instances, prompt, output, fraction, ttft, tpot)
+        for profile, instances, (prompt, output), fraction, (ttft, tpot) in rows
     ]
 
 

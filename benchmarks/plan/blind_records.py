@@ -9,6 +9,7 @@ import msgspec
 
 from banaserve.sim.result import LatencyLimits
 from banaserve_bench.plan.search.gain import MOST_RATIO, Answer
+from banaserve_bench.results.statistics import Interval
 from benchmarks.measurement import Samples
 from benchmarks.plan.foreseen import GOODPUT, TPOT, TTFT, ForeseenSystem
 from benchmarks.plan.verdicts import right_answer
@@ -23,7 +24,7 @@ class BlindRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         rate_per_s: Mean rate of the requests that engines get, in modelled time.
         duration_s: Time in which they arrive, in modelled seconds.
         told: Answer of the advisor.
-        gain: Lower end, estimate and upper end of the gain that it expects.
+        gain: Gain that it expects, with its interval.
         colocated: Best colocated system by the advice.
         split: Best split by the advice.
     """
@@ -34,7 +35,7 @@ class BlindRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limits: LatencyLimits
     dilation: float
     told: Answer
-    gain: tuple[float, float, float]
+    gain: Interval
     colocated: ForeseenSystem
     split: ForeseenSystem
 
@@ -56,9 +57,12 @@ class BlindRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def measured(self) -> float:
         """Ratio of the goodput of the split to that of the colocated system, on engines."""
-        split, colocated = ((one.outcome or {})[GOODPUT] for one in (self.split, self.colocated))
+        split, colocated = (
+            round((one.outcome or {})[GOODPUT] * self.num_requests)
+            for one in (self.split, self.colocated)
+        )
         # Half a request stands for none.
-        return min(MOST_RATIO, split / max(colocated, 0.5 / self.num_requests))
+        return min(MOST_RATIO, split / max(colocated, 0.5))
 
     @property
     def pays(self) -> Answer:
@@ -89,7 +93,7 @@ def samples_of(records: Iterable[BlindRecord]) -> Samples:
         "can't tell": [one.told is Answer.CANNOT_TELL for one in judged],
         "wrong yes": [one.words == "wrong" and one.told is Answer.YES for one in judged],
         "wrong no": [one.words == "wrong" and one.told is Answer.NO for one in judged],
-        "estimate right": [right_answer(one.gain[1]) is one.pays for one in judged],
+        "estimate right": [right_answer(one.gain.estimate) is one.pays for one in judged],
     }
     found: Samples = {name: ([float(sum(of))], "cells") for name, of in counts.items()}
     systems = list(chain.from_iterable(one.systems.values() for one in judged))

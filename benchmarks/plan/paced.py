@@ -115,7 +115,9 @@ class BlindComparison:
         """Print the verdicts and the figures, and write the result."""
         for name, record in self._records.items():
             measured = f", measured {record.measured:.2f}" if record.is_run else ""
-            words = f"{record.words}: {name}: told {record.told}, {record.gain[1]:.2f}{measured}"
+            words = (
+                f"{record.words}: {name}: told {record.told}, {record.gain.estimate:.2f}{measured}"
+            )
             self._console.print(words)
         self._measurement.deliver(self._result())
 
@@ -155,7 +157,7 @@ def advised_record(cell: BlindCell, asked: PlanQuestion, tell: Tell) -> BlindRec
         limits=asked.limits,
         dilation=cell.dilation,
         told=advice.answer,
-        gain=tuple(advice.found.whole),
+        gain=advice.found.whole,
         colocated=foreseen(advice.rival),
         split=foreseen(advice.challenger),
     )
