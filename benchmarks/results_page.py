@@ -243,7 +243,7 @@ def _section(path: Path, record: Result, is_stale: bool) -> str:
     if is_stale:
         facts.append(f"- STALE: the code that {path} measures has changed since")
     if record.modelled_time:
-        profiles = ", ".join(sorted({one.profile for one in record.modelled_time}))
+        profiles = ", ".join(sorted({one.words for one in record.modelled_time}))
         facts.append(f"- Time is MODELLED, not measured: {profiles}")
     parts = [f"## {_title(path)}", "\n".join(facts), _figures(path, record)]
     if record.notes:

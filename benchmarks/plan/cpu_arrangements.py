@@ -14,8 +14,8 @@ from benchmarks.plan.foreseen import ForeseenSystem, kept
 from benchmarks.plan.loads import AS_PREDICTED, even_lengths, poisson_rows, saturation_per_s
 
 _STEPS = (2048, 256)
-_LOADS = ((100, 40, 0.3), (100, 40, 0.55), (400, 20, 0.3), (400, 20, 0.55))
-"""Mean prompt and output tokens, and the rate as a share of the simulated saturation."""
+_LOADS = ((100, 40, 0.3), (100, 40, 0.55), (250, 20, 0.3), (250, 20, 0.55))
+"""Mean prompt and output tokens, near what a probe reaches, and shares of simulated saturation."""
 
 
 class CpuArrangement(NamedTuple):
