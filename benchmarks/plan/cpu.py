@@ -141,7 +141,7 @@ def _foreseen(
     given: argparse.Namespace, device: Device, neighbour_factor: float
 ) -> Iterator[ForeseenLoad]:
     for one in [*cpu_arrangements()][: given.cells]:
-        rows = one.rows(device, given.load_s)
+        rows = one.rows(device, given.load_s, neighbour_factor)
         yield ForeseenLoad(one, rows, foreseen_system(device, one, rows, neighbour_factor))
 
 

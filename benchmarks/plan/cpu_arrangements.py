@@ -36,10 +36,12 @@ class CpuArrangement(NamedTuple):
         lengths = f"{self.prompt_tokens}/{self.output_tokens} tokens"
         return f"{self.candidate.name}, {lengths}, {self.fraction:g} of saturation"
 
-    def rows(self, device: Device, duration_s: float) -> list[Arrival]:
+    def rows(self, device: Device, duration_s: float, neighbour_factor: float) -> list[Arrival]:
         """Return the requests that arrive in ``duration_s`` at the rate of this arrangement."""
         lengths = even_lengths(self.prompt_tokens, self.output_tokens)
         rate_per_s = self.fraction * saturation_per_s(device, self.candidate, lengths)
+        if self.candidate.num_instances > 1:
+            rate_per_s /= neighbour_factor  # when saturated, both engines are always busy
         draws = random.Random(self.name)
         return [*poisson_rows(draws, duration_s, rate_per_s, lengths)]
 

@@ -210,8 +210,11 @@ def test_requests_of_an_arrangement_come_at_a_share_of_what_this_machine_can_do(
             },
         ),
     )
-    usual, fewer = (len(one.rows(Device(profile), 200.0)) for profile in (PROFILE, slow))
+    usual, fewer = (len(one.rows(Device(profile), 200.0, 1.5)) for profile in (PROFILE, slow))
     assert 0.5 < fewer / usual < 0.9
+    two = one._replace(candidate=colocated(2, store=False))
+    alone, beside = (len(two.rows(Device(PROFILE), 400.0, factor)) for factor in (1.0, 2.0))
+    assert beside / alone == pytest.approx(0.5, rel=0.15)
     assert kept(dict.fromkeys((*FIGURES, "other"), 1.0)) == PREDICTED
 
 
