@@ -61,6 +61,8 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
         "pipeline": (*_STORE, "banaserve/engine/connector", "benchmarks/pipeline.py", *_TRACED),
         "plan": (
             *_SILICON,
+            *_PACE,
+            *_SERVER,
             "benchmarks/whole_runs.py",
             "bench/banaserve_bench/plan",
             "benchmarks/plan",

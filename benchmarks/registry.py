@@ -73,7 +73,7 @@ BENCHMARKS = {
     ),
     "plan": Benchmark(
         "benchmarks.plan.command",
-        "Does `banaserve plan` say yes only where a split has paid on real GPUs?",
+        "Is `banaserve plan` right on runs of real GPUs, on paced engines and on a CPU?",
     ),
     "prefix-ttft": Benchmark(
         "benchmarks.prefix_ttft", "Is a cached prefix ever slower than computing it?"

@@ -196,6 +196,8 @@ def _arguments(record: Result) -> str:
         return "--constant"
     if code := record.options.get("code"):
         return f"--code {'' if code == 'drawn' else code}".rstrip()
+    if (part := record.options.get("part", "runs")) != "runs":
+        return f"--part {part}"
     profile = record.options.get("pace")
     return "" if profile in (None, "None") else f"--pace {profile}"
 
@@ -231,7 +233,7 @@ def _section(path: Path, record: Result, is_stale: bool) -> str:
     if is_stale:
         facts.append(f"- STALE: the code that {path} measures has changed since")
     if record.modelled_time:
-        profiles = ", ".join(sorted({one.profile for one in record.modelled_time}))
+        profiles = ", ".join(sorted({one.words for one in record.modelled_time}))
         facts.append(f"- Time is MODELLED, not measured: {profiles}")
     parts = [f"## {_title(path)}", "\n".join(facts), _figures(path, record)]
     if record.notes:

@@ -8,7 +8,7 @@ from pathlib import Path
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import REGISTRY, Collector
 
-from banaserve.orchestrator.control.costs.profile import Profile
+from banaserve.orchestrator.control.costs.profile import Profile, error_words
 from banaserve.pacing.step_log import readers
 
 _SUMS = {
@@ -41,9 +41,10 @@ class PacedTime(Collector):
         about = GaugeMetricFamily(
             "banaserve_paced_info",
             "1: all times are those of a modelled GPU and model",
-            labels=["profile", "source"],
+            labels=["profile", "source", "step_error"],
         )
-        about.add_metric([self._profile.name, self._profile.source], 1)
+        of_steps = error_words(self._profile.error)
+        about.add_metric([self._profile.name, self._profile.source, of_steps], 1)
         yield about
         yield GaugeMetricFamily(
             "banaserve_paced_dilation", "Wall seconds of one modelled second", self._dilation

@@ -8,11 +8,11 @@ any other, within one; no cell is picked by hand, and none for its outcome.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs import profile as profiles
@@ -134,14 +134,22 @@ def cells(how_many: int, traced: bool) -> list[LoadCell]:
     ]
     if not how_many:
         return [LoadCell(*one) for one in product(*levels) if _makes_sense(LoadCell(*one))]  # type: ignore[arg-type]
-    draws = Random("cells of the elastic comparison")
+    rows = covering(levels, how_many, "cells of the elastic comparison")
+    found = [LoadCell(*one) for one in rows]
+    return [one if _makes_sense(one) else one._replace(arrivals="steady") for one in found]
+
+
+def covering(
+    levels: Sequence[Sequence[object]], how_many: int, seed: str
+) -> Iterator[tuple[Any, ...]]:
+    """Yield rows with a level of each factor, which occurs as often as any other, within one."""
+    draws = Random(seed)
     columns = []
     for options in levels:
         column = [options[n % len(options)] for n in range(how_many)]
         draws.shuffle(column)
         columns.append(column)
-    found = [LoadCell(*one) for one in zip(*columns, strict=True)]
-    return [one if _makes_sense(one) else one._replace(arrivals="steady") for one in found]
+    yield from zip(*columns, strict=True)
 
 
 def code_cells(traced: bool) -> list[LoadCell]:

@@ -25,6 +25,7 @@ from banaserve_bench.silicon.aiconfigurator import AiconfiguratorTimes
 from banaserve_bench.silicon.costs import EngineConstants
 from banaserve_bench.silicon.description import ErrorSection, StepTimesDescription
 from banaserve_bench.simulation.lengths import draw_measured
+from benchmarks.plan.loads import Draw, even_lengths, poisson_rows
 
 _MODEL, _GPU, _GPUS = "nvidia/Llama-3.1-70B-Instruct-FP8", "h200_sxm", 2
 _CONSTANTS = EngineConstants(6.0e-4, 2.6e-5, 0.98, 1.19)
@@ -34,6 +35,7 @@ _FEW_TOKENS = 120_000
 """KV cache beside which memory holds hardly more than weights."""
 _NUM_LOADS = 5
 _DURATION_S = 30.0
+_arrivals = partial(poisson_rows, duration_s=_DURATION_S)
 _TURNS = 6
 _TURN_BLOCKS = 4
 _BLOCK_TOKENS = 512
@@ -58,23 +60,7 @@ class ClassicalCase(NamedTuple):
     kv_tokens: int = _KV_TOKENS
 
 
-def _arrivals(
-    draws: random.Random, rate_per_s: float, lengths: Callable[[random.Random], tuple[int, int]]
-) -> Iterator[Arrival]:
-    at_s = 0.0
-    while at_s < _DURATION_S:
-        yield Arrival(at_s, *lengths(draws))
-        at_s += draws.expovariate(rate_per_s)
-
-
-def _even(prompt: int, output: int) -> Callable[[random.Random], tuple[int, int]]:
-    def lengths(draws: random.Random) -> tuple[int, int]:
-        return round(prompt * draws.uniform(0.8, 1.2)), round(output * draws.uniform(0.8, 1.2))
-
-    return lengths
-
-
-def _like(name: str) -> Callable[[random.Random], tuple[int, int]]:
+def _like(name: str) -> Draw:
     def lengths(draws: random.Random) -> tuple[int, int]:
         prompt, output = (
             draw_measured(f"{name}_prompt", draws),
@@ -88,7 +74,8 @@ def _like(name: str) -> Callable[[random.Random], tuple[int, int]]:
 def _chats(draws: random.Random, rate_per_s: float) -> Iterator[Arrival]:
     """Yield turns of chats, each with the whole chat before it as its prefix."""
     turns = []
-    for chat, start in enumerate(_arrivals(draws, rate_per_s / _TURNS, _even(1, 1))):
+    starts = _arrivals(draws, rate_per_s=rate_per_s / _TURNS, lengths=even_lengths(1, 1))
+    for chat, start in enumerate(starts):
         at_s = start.at_s
         for turn in range(1, _TURNS + 1):
             ids = tuple(chat * _TURNS * _TURN_BLOCKS + n for n in range(turn * _TURN_BLOCKS))
@@ -107,15 +94,15 @@ def cases() -> Iterator[ClassicalCase]:
         for rate in rates:
             rows = partial(_arrivals, rate_per_s=rate, lengths=_like(name))
             yield ClassicalCase(f"the paper's {name}, {rate:g}/s", rows, limits, not_yes)
-    rows = partial(_arrivals, rate_per_s=2, lengths=_even(8000, 200))
+    rows = partial(_arrivals, rate_per_s=2, lengths=even_lengths(8000, 200))
     tight = LatencyLimits(3.0, 0.02)
     yield ClassicalCase("long prompts, tight TPOT", rows, tight, (Answer.YES,))
     rows = partial(_chats, rate_per_s=11)
     limits = LatencyLimits(1.0, 0.05)
     yield ClassicalCase("chats with shared prefixes", rows, limits, not_yes, reason="store")
-    rows = partial(_arrivals, rate_per_s=5, lengths=_even(200, 50))
+    rows = partial(_arrivals, rate_per_s=5, lengths=even_lengths(200, 50))
     yield ClassicalCase("one device", rows, limits, (Answer.NO,), instances=1)
-    rows = partial(_arrivals, rate_per_s=20, lengths=_even(1000, 1000))
+    rows = partial(_arrivals, rate_per_s=20, lengths=even_lengths(1000, 1000))
     limits = LatencyLimits(3.0, 0.05)
     yield ClassicalCase(
         "decode bound by memory", rows, limits, not_yes, reason="instances", kv_tokens=_FEW_TOKENS

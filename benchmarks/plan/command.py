@@ -1,6 +1,12 @@
-"""The rule of ``banaserve plan`` on real GPUs: does it say yes only where a split has paid?
+"""Is ``banaserve plan`` right: on runs of real GPUs, on paced engines, on engines of a CPU?
 
     python -m benchmarks plan [--json FILE]
+    python -m benchmarks plan --part paced [--cells N] [--json FILE]
+    python -m benchmarks plan --part cpu [--json FILE]
+
+Part paced: advice on 24 cells, before their best colocated system and best split run on engines in
+modelled time. A file that has cells already keeps them. Part cpu: twelve arrangements of engines on
+this machine, predicted from step times that a probe measures. The rest is of the first part.
 
 Compared are whole runs of split and of aggregated engines in aiconfigurator-core with the same
 backend, model, GPU, precision and lengths: DeepSeek-V3 under TensorRT-LLM and SGLang. vLLM has no
@@ -22,28 +28,32 @@ come the classical cases, on operators of vLLM.
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from banaserve.base.arguments import Parser
+from banaserve.base.arguments import positive
+from banaserve.base.errors import UserError
 from banaserve.sim.result import LatencyLimits
 from banaserve_bench.plan.search.advisor import Advice
-from banaserve_bench.plan.search.gain import WORTH, Answer, Gain, answer
+from banaserve_bench.plan.search.gain import Answer, Gain, answer
 from banaserve_bench.plan.search.trial import Scenario, scenarios
 from banaserve_bench.results import result
+from benchmarks.measurement import parser_of
+from benchmarks.plan import cpu, paced
+from benchmarks.plan.blind_cells import NUM_CELLS
 from benchmarks.plan.calibration import Calibrated, calibrated, simulated
 from benchmarks.plan.classical import ClassicalCase, advised, cases, is_right
 from benchmarks.plan.engines import engine_of
 from benchmarks.plan.own_estimate import best_estimate
 from benchmarks.plan.runs import ServedRun, comparable, read_runs
-from benchmarks.plan.verdicts import BestRates, Means, gain
+from benchmarks.plan.verdicts import BestRates, Means, gain, right_answer
 
 _MOST_CLIENTS = 1024
 """Clients of a run, at most: more take minutes to simulate."""
@@ -77,7 +87,7 @@ class SplitCase(NamedTuple):
     @property
     def pays(self) -> Answer:
         """Right answer."""
-        return _answer(self.truth)
+        return right_answer(self.truth)
 
     @property
     def told(self) -> Answer:
@@ -87,11 +97,7 @@ class SplitCase(NamedTuple):
     @property
     def estimated(self) -> Answer:
         """Answer by AIConfigurator's estimates."""
-        return Answer.CANNOT_TELL if self.estimate is None else _answer(self.estimate)
-
-
-def _answer(ratio: float) -> Answer:
-    return Answer.YES if ratio >= WORTH else Answer.NO
+        return Answer.CANNOT_TELL if self.estimate is None else right_answer(self.estimate)
 
 
 class JudgedRun(NamedTuple):
@@ -150,10 +156,21 @@ def split_cases(found: Sequence[JudgedRun]) -> Iterator[SplitCase]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Judge both halves and the classical cases, and write what was right; return the exit code."""
-    parser = Parser(prog="python -m benchmarks plan", description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the result there")
+    """Run the part that is asked for, and write the result; return the exit code."""
+    parser = parser_of("plan", __doc__)
+    add = parser.add_argument
+    add("--part", choices=tuple(_PARTS), default="runs", help="what the advice is compared with")
+    add("--cells", type=positive, default=NUM_CELLS, help="of paced and cpu, only the first N")
+    add("--load-s", type=float, default=25.0, help="of paced and cpu: most wall time of arrivals")
+    add("--probe-s", type=float, default=120.0, help="of cpu: time of the probe")
     given = parser.parse_args(list(argv))
+    if not given.load_s > 0:
+        raise UserError(f"--load-s {given.load_s:g}: give more than 0")
+    return _PARTS[given.part](given)
+
+
+def _judge_runs(given: argparse.Namespace) -> int:
+    """Judge both halves and the classical cases, and write what was right."""
     started_at = datetime.now(UTC)
     console = Console(width=140)
     runs = _known_runs()
@@ -183,6 +200,13 @@ def main(argv: Sequence[str]) -> int:
     )
     result.deliver(record, given.json)
     return 0
+
+
+_PARTS: Mapping[str, Callable[[argparse.Namespace], int]] = {
+    "runs": _judge_runs,
+    "paced": paced.measure_cells,
+    "cpu": cpu.measure_arrangements,
+}
 
 
 def _known_runs() -> list[ServedRun]:

@@ -8,7 +8,7 @@ from math import log
 from typing import NamedTuple
 
 from banaserve.sim.result import LatencyLimits
-from banaserve_bench.plan.search.gain import MOST_RATIO, Gain
+from banaserve_bench.plan.search.gain import MOST_RATIO, WORTH, Answer, Gain
 from banaserve_bench.results.statistics import Interval
 from benchmarks.plan.runs import ServedRun
 
@@ -55,6 +55,11 @@ class BestRates(NamedTuple):
     def are_known(self) -> bool:
         """True if both kinds have a run within the limits."""
         return min(self) > 0
+
+
+def right_answer(ratio: float) -> Answer:
+    """Return whether a split pays that has ``ratio`` times as much as aggregated engines."""
+    return Answer.YES if ratio >= WORTH else Answer.NO
 
 
 def gain(slow: BestRates, predicted: BestRates, fast: BestRates) -> Gain:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -193,4 +194,11 @@ def test_results_take_from_the_metrics_page_that_time_is_modelled(tmp_path):
     assert 'banaserve_paced_steps_overrun_total{instance_id="p0"} 1.0' in page
     told = modelled_time.read(page)
     assert told == ModelledTime(profile.name, profile.source, 2.0, 2, 1, 0.25)
+    assert told.words == "opt-13b-a100 (error of step times: unknown)"
+    error = profiles.ErrorSection(ttft=0.056, tpot=0.037, latency=0.02)
+    stated = CollectorRegistry()
+    stated.register(PacedTime(replace(profile, error=error), 2.0, tmp_path))
+    found = modelled_time.read(generate_latest(stated).decode())
+    assert found is not None
+    assert found.step_error == "TTFT 5.6%, TPOT 3.7%, latency 2.0%"
     assert modelled_time.read("# TYPE up gauge\nup 1\n") is None

@@ -19,6 +19,8 @@ from banaserve.base.types import (
     Route,
 )
 from banaserve.orchestrator.control.costs.profile import load
+from banaserve.orchestrator.control.costs.steps import StepCosts
+from banaserve.orchestrator.control.costs.transfers import overlapped_s
 from banaserve.orchestrator.control.routing.slo_aware import SloAware
 from banaserve.sim.cluster.cluster import SimCluster
 from banaserve.sim.request import SimRequest
@@ -374,3 +376,24 @@ def test_wrong_systems_are_refused(settings: dict[str, Any], words: str) -> None
 def test_limits_of_goodput_are_above_zero() -> None:
     with pytest.raises(UserError, match="tpot_s"):
         LatencyLimits(tpot_s=0.0)
+
+
+@pytest.mark.parametrize("plans_ahead", [False, True])
+def test_a_step_waits_for_the_kv_of_a_request_that_joins_it(plans_ahead: bool) -> None:
+    costs = StepCosts(PROFILE)
+    ends_s: dict[bool, list[float]] = {}
+    for in_step in (False, True):
+        limits = {"fetches_in_step": in_step, "plans_ahead": plans_ahead}
+        system = preset("static", prefill=1, decode=1, handover="store", limits=limits)
+        _, cluster = built(system)
+        rows = ((0.0, 16, 60), (0.5, 1600, 2), (9.0, 1600, 2))
+        cluster.run([SimRequest(number, *row) for number, row in enumerate(rows)])
+        done = sorted(cluster.finished, key=lambda one: one.id)
+        ends_s[in_step] = [one.end_s - one.first_s for one in done]
+    fetch_s = 1600 * costs.fetch_token_s
+    alone_s, _ = costs.mixed_s(0, 0, 1, 1600)
+    waited_s = overlapped_s(fetch_s, alone_s, 0.0, PROFILE.model.num_layers)
+    assert ends_s[True][2] == pytest.approx(waited_s)
+    assert ends_s[False][2] == pytest.approx(fetch_s + alone_s, rel=1e-3)
+    # The other stream waits for it, too, and not where KV is fetched beside the steps.
+    assert ends_s[True][0] - ends_s[False][0] == pytest.approx(waited_s - alone_s, rel=0.05)

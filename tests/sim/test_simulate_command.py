@@ -29,6 +29,7 @@ def test_a_case_says_that_it_is_simulated_and_what_was_reached(
     shown = capsys.readouterr().out
     assert "simulated" in shown
     assert "opt-13b-a100" in shown
+    assert "error of step times: unknown\n" in shown
     assert "move layers 32:40 from d0 to p0" in shown
     assert "reached  seed 7" in shown
     parts = [part.splitlines() for part in shown.split("\n\n")[1:]]

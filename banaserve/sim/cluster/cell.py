@@ -289,10 +289,13 @@ class Cell:
         if request.prefill is None:  # adopted: the KV of the request is here already
             self._timeline.at(self._timeline.now_s, engine.join, request)
             return
+        self.num_handed_over += 1
+        if engine.limits.fetches_in_step:
+            engine.join_fetching(request)
+            return
         instance = self.instances[engine.name]
         start_s = max(self._timeline.now_s, instance.link_free_s)
         token_s, hop_s = self._token_s, self._hop_s
-        self.num_handed_over += 1
         if instance.id in (ways := request.prefill.far):
             self.num_handed_far += 1
             if (distance := ways[instance.id]) is not None:

@@ -25,12 +25,16 @@ class EngineLimits:
             decoding requests can grow.
         plans_ahead: True if a step is planned when the one before it begins, as with vLLM's
             ``async_scheduling``; a request then waits for one step more.
+        fetches_in_step: True if KV from the store is fetched layer by layer in the first step of a
+            request that decodes, for which the others wait, as engines do; False if it is fetched
+            beside the steps.
     """
 
     step_tokens: int = 2048
     max_requests: int = 256
     watermark_fraction: float = 0.01
     plans_ahead: bool = False
+    fetches_in_step: bool = False
 
 
 class SimBatch:

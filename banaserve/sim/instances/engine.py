@@ -74,6 +74,12 @@ class SimEngine(SimBatch):
             self._joining.append(request)
             self._wake()
 
+    def join_fetching(self, request: SimRequest) -> None:
+        """Let ``request`` decode from the next planned step on, which fetches its KV."""
+        del self.loading[request.id]
+        self._fetched_tokens += request.kv_tokens
+        self._joining.append(request)
+
     def release(self, tokens: int) -> None:
         """Free KV that was kept for another engine."""
         self.used_tokens -= tokens
@@ -159,9 +165,7 @@ class SimEngine(SimBatch):
             for request in self._take_leaving():
                 self._left(self, request)
         if self._joining:
-            for request in self._joining:
-                self._enter(request)
-            self._joining.clear()
+            self._enter_joining()
         batch = len(self.decoding)
         may_admit = True
         if self._has_lost_kv or batch > self.kv_tokens - self.used_tokens:
@@ -172,12 +176,16 @@ class SimEngine(SimBatch):
         is_planned = self.limits.plans_ahead and bool(batch or self.prefilling)
         if self.waiting and may_admit and not is_planned:
             self._admit()
+            if self._joining:
+                self._enter_joining()
+            batch = len(self.decoding)
         tokens, pairs = self._plan_chunks() if self.prefilling else (0, 0)
         if not tokens and not batch:
             return
         now_s = self._timeline.now_s + self._stall_s
         self._stall_s = 0.0
-        if tokens:
+        is_single = bool(tokens or (self._fetched_tokens and self.limits.fetches_in_step))
+        if is_single:
             first_s, work_s = self.costs.mixed_s(tokens, pairs, batch, self._context)
             if fetched := self._take_fetched():
                 fetch_s = fetched * self.costs.fetch_token_s
@@ -187,13 +195,19 @@ class SimEngine(SimBatch):
             first_s, growth_s, work_s = self.costs.decode_run(batch, self._context)
         if self.waiting and may_admit and is_planned:
             self._admit()
-        if not tokens:
+        if not is_single:
             room = (self.kv_tokens - self.used_tokens) // batch
-            steps = min(self._to_next_end(), room if room > 1 and not self.prefilling else 1)
+            is_alone = not (self.prefilling or self._joining)
+            steps = min(self._to_next_end(), room if room > 1 and is_alone else 1)
         self._is_stepping = True
         self._version += 1
         self._run = (now_s, first_s, growth_s, work_s, steps)
         self._timeline.at(now_s + run_s(first_s, growth_s, steps), self._end, self._version)
+
+    def _enter_joining(self) -> None:
+        for request in self._joining:
+            self._enter(request)
+        self._joining.clear()
 
     def _cut(self, now_s: float) -> None:
         """Shorten a run of steps, to end with the step under way."""

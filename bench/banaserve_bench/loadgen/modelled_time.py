@@ -72,4 +72,5 @@ def read(page: str) -> ModelledTime | None:
         num_steps=int(sums.get("banaserve_paced_steps_total", 0)),
         num_overrun=int(sums.get("banaserve_paced_steps_overrun_total", 0)),
         late_fraction=late_s / modelled_s if modelled_s else 0.0,
+        step_error=about.get("step_error", "unknown"),
     )

@@ -201,7 +201,7 @@ def _facts(record: Result) -> list[str]:
 def _of_modelled_time(record: Result) -> list[str]:
     if not record.modelled_time:
         return []
-    profiles = {f"{one.profile} ({one.source})" for one in record.modelled_time}
+    profiles = {f"{one.words}, {one.source}" for one in record.modelled_time}
     dilations = sorted({f"{one.dilation:g}" for one in record.modelled_time})
     overran = [f"{one.overrun_fraction:.1%}" for one in record.modelled_time]
     return [

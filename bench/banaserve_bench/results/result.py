@@ -58,6 +58,7 @@ class ModelledTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         num_overrun: Number of steps whose real work took longer than their modelled time.
         late_fraction: Delay of step ends after their modelled ends, as a fraction of the modelled
             time.
+        step_error: Relative errors of the profile's step times, in words.
     """
 
     profile: str
@@ -66,6 +67,12 @@ class ModelledTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_steps: int
     num_overrun: int
     late_fraction: float
+    step_error: str = "unknown"
+
+    @property
+    def words(self) -> str:
+        """Profile, and the band of times that stand on it."""
+        return f"{self.profile} (error of step times: {self.step_error})"
 
     @property
     def overrun_fraction(self) -> float:
@@ -331,7 +338,7 @@ def table(record: Result) -> Table:
     state = "" if record.commit is None else f", commit {record.commit[:9]}"
     state += " with changes" if record.dirty else ""
     if record.modelled_time:
-        profiles = ", ".join(sorted({one.profile for one in record.modelled_time}))
+        profiles = ", ".join(sorted({one.words for one in record.modelled_time}))
         state += f"; time is MODELLED: {profiles}"
     shown = Table(title=f"{record.name}: seed {record.seed}{state}")
     shown.add_column("figure")

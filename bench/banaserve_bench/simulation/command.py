@@ -258,8 +258,9 @@ def _show(
     if measured is not None:
         print(f"step times {measured.name} ({measured.source})")
         print(f"valid for {measured.valid_for}; errors are of {measured.judged_on}")
-    print()
     error = planned.profile.error if measured is None else measured.error
+    print(f"error of step times: {profiles.error_words(error)}")
+    print()
     print_rows(result_rows(outcomes, error), {})
     if moves := move_rows(outcomes[0]):
         print()

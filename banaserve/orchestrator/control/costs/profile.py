@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from math import isfinite, nan
+from math import isfinite, isnan, nan
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -182,6 +182,15 @@ class Profile:
             hidden_bytes=shape.hidden_size * shape.element_bytes,
             queries_a_head=shape.num_heads // shape.num_kv_heads,
         )
+
+
+def error_words(error: ErrorSection | None) -> str:
+    """Return the band of times that stand on step times with this error, in words."""
+    if error is None:
+        return "unknown"
+    named = {"TTFT": error.ttft, "TPOT": error.tpot, "latency": error.latency}
+    named |= {"TTFT p99": error.ttft_p99, "TPOT p99": error.tpot_p99}
+    return ", ".join(f"{name} {value:.1%}" for name, value in named.items() if not isnan(value))
 
 
 def names() -> list[str]:

@@ -12,7 +12,7 @@ from banaserve.base.errors import UserError
 from banaserve.sim.trace import Arrival
 from banaserve_bench.loadgen.modelled_time import MOST_LATE
 from banaserve_bench.loadgen.target import find_target
-from banaserve_bench.plan.confirm.engines import EngineOutcome, at_server, on_paced_engines
+from banaserve_bench.plan.confirm.engines import EngineOutcome, at_server, paced_engines
 from banaserve_bench.plan.confirm.history import PastError, digest_of
 from banaserve_bench.plan.confirm.options import ConfirmOptions
 from banaserve_bench.plan.search.advisor import Advice, PlanQuestion, Screening, Tell
@@ -171,7 +171,7 @@ def _outcome(
 ) -> EngineOutcome:
     seed = secrets.randbits(32)  # a server may have cached the prompts of an earlier run
     if place.url is None:
-        name, dilation = asked.profile_name, options.dilate
-        return on_paced_engines(place.candidate, name, dilation, rows, asked.limits, seed)
+        with paced_engines(place.candidate, asked.profile_name, options.dilate) as target:
+            return at_server(target, None, rows, asked.limits, seed)
     key = options.confirm_key or None
     return at_server(find_target(place.url, None, key), key, rows, asked.limits, seed)

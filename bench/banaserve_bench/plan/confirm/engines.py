@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from banaserve.base.clock import Clock
@@ -16,11 +17,12 @@ from banaserve_bench.loadgen.modelled_time import StretchedClock, modelled_time
 from banaserve_bench.loadgen.servers import banaserve_server
 from banaserve_bench.loadgen.target import ServerUnderTest, find_target
 from banaserve_bench.plan.search.candidates import Candidate
+from banaserve_bench.results.result import ModelledTime
 from banaserve_bench.serving.simulated_requests import CaseRequest, figures_of, send
 
 _TIMEOUT_S = 3600.0
 _WARM_REQUESTS, _WARM_TOKENS = 8, 8
-_PACED = (
+_SMALL = (
     *("--max-concurrent-requests", "8192", "--request-timeout", f"{_TIMEOUT_S:g}"),
     *("--threads-per-instance", "1"),
 )
@@ -31,36 +33,37 @@ class EngineOutcome(NamedTuple):
 
     Attributes:
         figures: Figures by the simulator's names.
-        overrun_fraction: Share of steps that took longer than modelled; 0 if time is real.
+        overrun_fraction: Share of the steps since the first request that took longer than modelled;
+            0 if time is real.
     """
 
     figures: Mapping[str, float]
     overrun_fraction: float
 
 
-def on_paced_engines(
-    candidate: Candidate,
-    profile_name: str,
-    dilation: float,
-    rows: Sequence[Arrival],
-    limits: LatencyLimits,
-    seed: int,
-) -> EngineOutcome:
-    """Start the system of ``candidate`` in modelled time and send it the requests.
+@contextmanager
+def paced_engines(
+    candidate: Candidate, profile_name: str, dilation: float
+) -> Iterator[ServerUnderTest]:
+    """Run the system of ``candidate`` in modelled time.
 
     Raises:
-        UserError: The server does not start, or every request fails.
+        UserError: The server does not start.
     """
     words = paced_words(candidate, profile_name, dilation)
     with banaserve_server(MINIATURE, *words) as server:
-        return at_server(find_target(server.url, None, None), None, rows, limits, seed)
+        yield find_target(server.url, None, None)
 
 
 def paced_words(candidate: Candidate, profile_name: str, dilation: float) -> list[str]:
     """Return the options of ``banaserve serve`` for a candidate in modelled time."""
+    return [*small_words(candidate), "--pace", profile_name, "--dilate", f"{dilation:g}"]
+
+
+def small_words(candidate: Candidate) -> list[str]:
+    """Return the options of ``banaserve serve`` for a candidate on a thread for each engine."""
     # All options come before the port that is added, so none after "--".
-    words = [word for word in candidate.words if word != "--"]
-    words += ["--pace", profile_name, "--dilate", f"{dilation:g}", *_PACED]
+    words = [*(word for word in candidate.words if word != "--"), *_SMALL]
     if candidate.has_store:
         words += ["--kv-store-size", "512MiB"]
     if candidate.system.migration == "still":
@@ -84,7 +87,14 @@ def at_server(
     clock = StretchedClock(1.0 if before is None else before.dilation)
     figures = asyncio.run(_sent(target, key, rows, limits, seed, clock))
     after = modelled_time(target.url)
-    return EngineOutcome(figures, 0.0 if after is None else after.overrun_fraction)
+    return EngineOutcome(figures, _overrun_fraction(before, after))
+
+
+def _overrun_fraction(before: ModelledTime | None, after: ModelledTime | None) -> float:
+    if before is None or after is None:
+        return 0.0
+    num_steps = after.num_steps - before.num_steps
+    return (after.num_overrun - before.num_overrun) / max(1, num_steps)
 
 
 async def _sent(

@@ -131,7 +131,7 @@ def split(
         decode=decode,
         handover="store",
         cache="global",
-        limits={"step_tokens": step_tokens},
+        limits={"step_tokens": step_tokens, "fetches_in_step": True},
         store_tokens=shape.store_tokens(store_gib),
     )
     words = ("--pd", f"{prefill}:{decode}", *_store_words(store_gib))
