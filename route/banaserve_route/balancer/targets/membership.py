@@ -15,9 +15,9 @@ from banaserve_route.balancer.config import (
     parse_endpoint,
     replica_id,
 )
-from banaserve_route.balancer.kv_events.subscriber import KvEventSubscriber
 from banaserve_route.balancer.targets.adoption import AdoptableReplica, adoptable
 from banaserve_route.balancer.targets.health import Prober
+from banaserve_route.balancer.targets.kv_events.subscriber import KvEventSubscriber
 from banaserve_route.balancer.targets.peers import (
     PEER_PREFIX,
     PeerProber,

@@ -15,8 +15,8 @@ import zmq
 import zmq.asyncio
 
 from banaserve_route.balancer.config import KvEndpoints
-from banaserve_route.balancer.kv_events.reader import MAX_BATCH_BYTES, KvEventReader
 from banaserve_route.balancer.targets.health import run_periodically
+from banaserve_route.balancer.targets.kv_events.reader import MAX_BATCH_BYTES, KvEventReader
 from banaserve_route.policies.caches.known_caches import KnownCaches
 from banaserve_route.policies.interface import ReplicaId
 
