@@ -19,7 +19,7 @@ from waiting import until
 
 pytestmark = pytest.mark.e2e
 
-BLOCK = 16
+BLOCK = 32
 OPTIONS = (
     *("--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "4", "--enforce-eager"),
     *("--block-size", str(BLOCK), "--kv-cache-memory-bytes", str(256 << 20)),
@@ -42,6 +42,7 @@ ASKED = {
                 {"role": "user", "content": "What else?"},
             ],
             "tools": [TOOL],
+            "tool_choice": "none",
         },
     ),
 }

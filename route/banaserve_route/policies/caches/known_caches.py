@@ -1,4 +1,4 @@
-"""What is known of the caches of all replicas that publish events, and how far it is trusted."""
+"""Caches of all replicas that publish events, and how far the events are trusted."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class TreeOptions:
         max_total_bytes: Bound of the charge of the whole tree, in bytes.
         eviction: Order of eviction of leaves, ``lru`` or ``fifo``.
         trims: True to forget the rest of a prompt if a replica reports fewer cached tokens of it
-            than expected: engines do not report evictions.
+            than expected: evictions are known only where replicas publish KV events.
     """
 
     max_tree_bytes: int = 1 << 24
