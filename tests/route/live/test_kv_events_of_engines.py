@@ -27,6 +27,7 @@ OPTIONS = (
 )
 WORDS = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. " * 12
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+JSON = "Content-Type: application/json\r\n"
 CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"at": "it"}'}}
 ASKED = {
     "tokens": ("/v1/completions", {"prompt": list(range(500, 900))}),
@@ -89,8 +90,8 @@ async def test_a_prefix_is_known_without_having_been_routed_until_the_replica_re
         await until(lambda: caches.states() == {CacheState.EXACT: 1} and caches.block_sizes)
         for path, body in ASKED.values():
             asked = {"model": "m", "max_tokens": 2, "temperature": 0} | body
-            reply = await house.ask(path, msgspec.json.encode(asked))
-            assert reply.status == 200
+            reply = await house.ask(path, msgspec.json.encode(asked), JSON)
+            assert reply.status == 200, reply.body
             usage = reply.json["usage"]
             # What the balancer expects is what the engine finds in its cache, to the token.
             expected = (usage["prompt_tokens"] - 1) // BLOCK * BLOCK
