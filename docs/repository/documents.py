@@ -28,7 +28,13 @@ FOLDERS = (
 OTHERS = {
     # Of pip and of vLLM, which banaserve passes on.
     *("--extra-index-url", "--no-deps", "--no-build-isolation", "--require-hashes", "--dtype"),
-    *("--kv-transfer-config", "--scheduler-cls", "--ssl-ciphers", "--quantization"),
+    *(
+        "--kv-transfer-config",
+        "--kv-events-config",
+        "--scheduler-cls",
+        "--ssl-ciphers",
+        "--quantization",
+    ),
     *("--scheduling-policy", "--compilation-config", "--no-enable-prefix-caching"),
     *("--gpu-memory-utilization", "--kv-cache-memory-bytes"),
     *("--enable-prompt-tokens-details", "--enforce-eager", "--no-enforce-eager"),

@@ -45,6 +45,17 @@ class RouteOptions:
         (),
         metavar="URL",
     )
+    kv_events: str = option(
+        "address of each replica's KV cache events, such as tcp://*:5557 (*: its own host)",
+        "",
+        metavar="ADDRESS",
+    )
+    kv_replay: str = option("address that replays missed ones", "", metavar="ADDRESS")
+    tokenizer: str = option(
+        "folder with the model's tokenizer, to compare texts with those events",
+        "",
+        metavar="DIR",
+    )
     policy: str = option("{names}", _DEFAULTS.policy.name)
     preset: str = option("set of the policy's options to start from", "")
     policy_options: Options = pairs(
@@ -103,7 +114,10 @@ class RouteOptions:
                 seed=self.seed,
                 shadow=ShadowSettings(name=self.shadow_policy) if self.shadow_policy else None,
             ),
-            replicas=tuple(ReplicaSettings(url=url) for url in self.replica),
+            replicas=tuple(
+                ReplicaSettings(url=url, kv_events=self.kv_events, kv_replay=self.kv_replay)
+                for url in self.replica
+            ),
             limits=LimitSettings(**self._alike(LimitSettings)),
             health=HealthSettings(path=self.health_path, interval_s=self.health_interval_s),
         )

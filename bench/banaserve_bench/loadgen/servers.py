@@ -203,12 +203,17 @@ def _wait_for_replicas(balancer: Server, count: int) -> None:
 
 @contextlib.contextmanager
 def vllm_server(
-    model_path: str, served_name: str, *options: str, environment: Mapping[str, str] | None = None
+    model_path: str,
+    served_name: str,
+    *options: str,
+    environment: Mapping[str, str] | None = None,
+    port: int | None = None,
 ) -> Iterator[Server]:
-    """Run vLLM's own API server over one engine, as a user would start it."""
+    """Run vLLM's own API server over one engine, on ``port`` or a free port of this machine."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", model_path, "--served-model-name", served_name]
-    with _started([*command, "--host", "127.0.0.1", *options], "vllm", environment) as server:
+    command += ["--host", "127.0.0.1", *options]
+    with _started(command, "vllm", environment, port) as server:
         yield server
 
 

@@ -36,6 +36,7 @@ from banaserve_route.balancer.http.client_connection import ClientConnection, Re
 from banaserve_route.balancer.http.request import ClientRequest, RequestRefusedError
 from banaserve_route.balancer.metrics import Metrics
 from banaserve_route.balancer.requests.dispatcher import Dispatcher
+from banaserve_route.balancer.requests.prompt_blocks import PromptReader
 from banaserve_route.balancer.requests.proxy import ProxiedRequest
 from banaserve_route.balancer.requests.queue import QueueScheduler, RequestQueue
 from banaserve_route.balancer.requests.routing_request import blind_request, read_request
@@ -67,6 +68,7 @@ FIXED = (
     "ssl_certfile",
     "ssl_keyfile",
     "replica_ca",
+    "tokenizer",
 )
 """Settings that cannot change during the life of a balancer."""
 _SMALL_BODY_BYTES = 64 * 1024
@@ -102,6 +104,7 @@ class Balancer(RequestHandler):
         self.log = log
         policy = settings.policy
         self.fleet = Fleet(_policy(policy), settings.region, policy.staleness_s)
+        self._check_events(settings)
         self._state: StateFile | None = None
         if policy.state_file:
             self._state = StateFile(Path(policy.state_file), policy.name, self.fleet.policy)
@@ -122,16 +125,28 @@ class Balancer(RequestHandler):
         self._watch = LoopWatch(TICK_S)
         self.connections: ConnectionTable[Evictable] = ConnectionTable(1)
         self._refusal_log = RefusalLog(log)
+        self._prompts = PromptReader(settings.tokenizer)
+        self._reading: set[asyncio.Task[None]] = set()
         self._under_way: dict[ProxiedRequest, None] = {}
         self._num_requests = 0
         self._idle: asyncio.Event | None = None
         self.metrics.targets = self.targets.values
+        self.metrics.caches = self.fleet.caches
+        self.metrics.prompts = self._prompts.counts
         if isinstance(self.fleet.policy, ShadowedPolicy):
             self.metrics.shadow = self.fleet.policy.counts
         self.metrics.queue_length = lambda: len(self.queue)
         self.metrics.num_connections = lambda: len(self.connections)
         self.metrics.num_under_way = lambda: len(self._under_way)
         self._take_settings(settings)
+
+    def _check_events(self, settings: BalancerSettings) -> None:
+        has_events = any(one.kv_events for one in settings.replicas)
+        if has_events and Need.CACHES not in self.fleet.policy.needs:
+            raise UserError(
+                f"policy {settings.policy.name} does not use kv_events: leave them out, or take "
+                f"another policy, such as {PolicySettings().name}"
+            )
 
     def _take_settings(self, settings: BalancerSettings) -> None:
         self.settings, limits = settings, settings.limits
@@ -159,6 +174,7 @@ class Balancer(RequestHandler):
                 changed.
         """
         settings.check()
+        self._check_events(settings)
         before = structs.replace(
             self.settings,
             policy=structs.replace(self.settings.policy, hold_safe=settings.policy.hold_safe),
@@ -246,7 +262,7 @@ class Balancer(RequestHandler):
             client.write(replies.error(429, str(over), closes=closes, retry_after_s=again_s))
             client.done(message)
             return None
-        now_s, limits = monotonic(), self.settings.limits
+        now_s = monotonic()
         self._num_requests += 1
         request_id = RequestId(str(self._num_requests))
         if self._is_blind and REGIONS_FIELD not in message.seen:
@@ -254,7 +270,7 @@ class Balancer(RequestHandler):
         else:
             allowed = self._regions.allowed(message, was_forwarded)
             request = read_request(request_id, message, now_s, allowed, was_forwarded)
-        deadline_s = now_s + limits.request_timeout_s
+        deadline_s = now_s + self.settings.limits.request_timeout_s
         proxied = ProxiedRequest(
             self._dispatcher, client, message, request, deadline_s, self._ended
         )
@@ -266,9 +282,26 @@ class Balancer(RequestHandler):
         for observer in self.observers:
             observer.began(proxied)
         self._under_way[proxied] = None
-        proxied.start(now_s + limits.queue_timeout_s)
-        self.fleet.queue_length = len(self.queue)
+        if self.fleet.caches.block_sizes:
+            reading = asyncio.get_running_loop().create_task(self._read_and_start(proxied))
+            self._reading.add(reading)
+            reading.add_done_callback(self._reading.discard)
+        else:
+            self._start(proxied)
         return proxied
+
+    def _start(self, proxied: ProxiedRequest) -> None:
+        proxied.start(monotonic() + self.settings.limits.queue_timeout_s)
+        self.fleet.queue_length = len(self.queue)
+
+    async def _read_and_start(self, proxied: ProxiedRequest) -> None:
+        """Start a request with the keys of its blocks, which are made beside the event loop."""
+        caches = self.fleet.caches
+        proxied.request = await self._prompts.with_blocks(
+            proxied.request, proxied.message, caches.block_sizes, caches.adapters
+        )
+        if not proxied.is_over:
+            self._start(proxied)
 
     def _ended(self, proxied: ProxiedRequest) -> None:
         now_s = monotonic()
@@ -373,6 +406,9 @@ class Balancer(RequestHandler):
         for client in list(self._clients):
             client.abort()
         self.registry.stop()
+        for reading in self._reading:
+            reading.cancel()
+        self._prompts.close()
         for observer in self.observers:
             observer.close()
         if self._state is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from ipaddress import ip_network
 from typing import Any
@@ -20,6 +21,10 @@ BY_NAME = "dns+"
 """Beginning of the URL of a service: each address of its host's name is a replica."""
 MAX_TOLD_REPLICAS = 256
 """Maximum number of replicas that one balancer reports to another."""
+OWN_HOST = "*"
+"""Host of a KV event address that stands for the host of the replica's URL."""
+_MAX_RANKS = 256
+_ZMQ_ADDRESS = re.compile(r"tcp://(\*|[\w.-]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})", re.ASCII)
 MAX_NAME_CHARS = 256
 """Maximum length of an id or a model name, in characters."""
 
@@ -37,6 +42,13 @@ class ReplicaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             setting.
         max_prompt_tokens: Maximum prompt length in tokens; 0 if unknown. Longer prompts go to other
             replicas.
+        kv_events: Address at which the replica publishes its KV cache events (vLLM's
+            ``--kv-events-config``), such as ``tcp://*:5557``, where ``*`` is the host of ``url``;
+            empty if it publishes none.
+        kv_replay: Address that replays missed batches of events, such as ``tcp://*:5558``; empty if
+            there is none.
+        kv_ranks: Number of data-parallel engines of the replica; each publishes on the ports above
+            plus its number.
     """
 
     url: str
@@ -45,18 +57,43 @@ class ReplicaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     key: str = ""
     max_outstanding: int = 0
     max_prompt_tokens: int = 0
+    kv_events: str = ""
+    kv_replay: str = ""
+    kv_ranks: int = 1
 
     def check(self) -> None:
-        """Check that the URL is valid.
+        """Check that the URL and the addresses of events are valid.
 
         Raises:
-            UserError: The URL is invalid.
+            UserError: One of them is invalid.
         """
         endpoint = self.endpoint
         if self.is_name and endpoint.is_tls:
             raise UserError(f"{self.url}: certificates are for one name: list the servers' URLs")
         if self.is_name and self.id:
             raise UserError(f"{self.url} has the id {self.id}: several servers need several ids")
+        self._check_events()
+
+    def _check_events(self) -> None:
+        if self.kv_replay and not self.kv_events:
+            raise UserError(f"{self.url} has kv_replay alone: give kv_events too")
+        if not 1 <= self.kv_ranks <= _MAX_RANKS:
+            raise UserError(f"kv_ranks is {self.kv_ranks}: give 1 to {_MAX_RANKS}")
+        for address in filter(None, (self.kv_events, self.kv_replay)):
+            found = _ZMQ_ADDRESS.fullmatch(address)
+            if found is None or not 0 < int(found[2]) < 65537 - self.kv_ranks:
+                raise UserError(f"{address!r} is no address of KV events: write tcp://HOST:PORT")
+            if self.is_name and found[1] != OWN_HOST:
+                raise UserError(f"{self.url} is several servers: write tcp://{OWN_HOST}:{found[2]}")
+
+    @property
+    def kv_endpoints(self) -> KvEndpoints | None:
+        """Return the addresses of the replica's KV events; None if it publishes none."""
+        if not self.kv_events:
+            return None
+        host = self.endpoint.authority.rpartition(":")[0]
+        events, replay = (one.replace(OWN_HOST, host) for one in (self.kv_events, self.kv_replay))
+        return KvEndpoints(events, replay, self.kv_ranks)
 
     @property
     def is_name(self) -> bool:
@@ -289,6 +326,8 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         replica_ca: File of authorities for replicas and peers with ``https://``; empty for the
             system's authorities.
         forward_to: Regions to which requests may be forwarded; None: all of ``peers``.
+        tokenizer: Folder with the ``tokenizer.json`` of the served model, and its chat template:
+            texts are compared with the KV events of replicas too; empty: only prompts of token ids.
     """
 
     region: str = "local"
@@ -307,6 +346,7 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     ssl_certfile: str = ""
     ssl_keyfile: str = ""
     replica_ca: str = ""
+    tokenizer: str = ""
     limits: LimitSettings = LimitSettings()
     health: HealthSettings = HealthSettings()
 
@@ -395,6 +435,8 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         for name in ids:
             if ids.count(name) > 1 or name in regions:
                 raise UserError(f"the id {name} is there twice: give each replica its own")
+        if self.tokenizer and not any(one.kv_events for one in self.replicas):
+            raise UserError("tokenizer is of no use without kv_events of a replica: give both")
         for key in self.forward_to or ():
             check_known("region in forward_to", key, regions)
 
@@ -414,6 +456,29 @@ def check_name(what: str, name: str) -> None:
 def replica_id(one: ReplicaSettings) -> str:
     """Return the id of a replica: the one in its settings, or host and port."""
     return one.id or one.endpoint.authority
+
+
+@dataclass(frozen=True, slots=True)
+class KvEndpoints:
+    """Addresses of a replica's KV cache events, of its data-parallel rank 0.
+
+    Attributes:
+        replay: Address that replays missed batches; empty for none.
+        ranks: Number of ranks; the ports of a rank are those of rank 0 plus its number.
+    """
+
+    events: str
+    replay: str
+    ranks: int
+
+    def of_rank(self, rank: int) -> tuple[str, str]:
+        """Return the addresses of a rank."""
+        return _with_port(self.events, rank), _with_port(self.replay, rank)
+
+
+def _with_port(address: str, offset: int) -> str:
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + offset}" if address else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from banaserve_route.balancer.targets.target import Target
+from banaserve_route.policies.caches.known_caches import CacheState, KnownCaches
 from banaserve_route.policies.interface import Flight
 from banaserve_route.policies.shadow import ShadowChoice, ShadowCount
 
@@ -62,6 +63,8 @@ class Metrics(Collector):
         self.queue_length: Callable[[], int] = int
         self.num_under_way: Callable[[], int] = int
         self.shadow: Mapping[ShadowChoice, ShadowCount] = {}
+        self.caches = KnownCaches()
+        self.prompts: Counter[str] = Counter()
 
     def ended(
         self, status: int, arrived_s: float, now_s: float, num_reads: int, flights: list[Flight]
@@ -127,8 +130,22 @@ class Metrics(Collector):
         yield GaugeMetricFamily(
             name + "under_way", "Requests under way.", value=self.num_under_way()
         )
+        yield from self._of_caches()
         yield from self._of_shadow()
         yield from self._of_targets()
+
+    def _of_caches(self) -> Iterator[Metric]:
+        name, states = "banaserve_route_", self.caches.states()
+        views = GaugeMetricFamily(
+            name + "kv_views", "Replicas with KV events, by what is known.", labels=["state"]
+        )
+        for state in CacheState:
+            views.add_metric([state], states[state])
+        yield views
+        yield _counter(
+            name + "kv_events", "Batches, replays and faults.", ["kind"], self.caches.counts
+        )
+        yield _counter(name + "prompts", "Read for their tokens.", ["outcome"], self.prompts)
 
     def _of_shadow(self) -> Iterator[Metric]:
         readers: dict[str, Callable[[ShadowCount], float]] = {

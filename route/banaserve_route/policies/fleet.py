@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from banaserve.base.errors import UserError
+from banaserve_route.policies.caches.known_caches import KnownCaches
 from banaserve_route.policies.interface import (
     FleetView,
     Flight,
@@ -53,6 +54,9 @@ class Fleet:
 
     Every ``sent`` is followed by one ``finished`` or ``failed``. All times are of one monotonic
     clock; reports older than the last one are dropped.
+
+    Attributes:
+        caches: Caches of the replicas that publish events of them.
     """
 
     def __init__(self, policy: ReplicaPolicy, region: str = "", staleness_s: float = 0.0) -> None:
@@ -67,6 +71,7 @@ class Fleet:
         self.policy = policy
         self.region = region
         self.queue_length = 0
+        self.caches = KnownCaches()
         self._staleness_s = staleness_s
         self._replicas: dict[ReplicaId, ReplicaView] = {}
         self._peers: dict[ReplicaId, PeerView] = {}
@@ -92,6 +97,7 @@ class Fleet:
         """Remove a replica or peer; its flights still end individually."""
         self._replicas.pop(target, None)
         self._peers.pop(target, None)
+        self.caches.remove(target)
         self._sorted = self._seen = None
         self.policy.on_replica_gone(target)
 
@@ -142,6 +148,12 @@ class Fleet:
             by_id = {view.id: view for view in replicas}
         return FleetView(now_s, self.region, self.queue_length, replicas, peers, by_id)
 
+    def with_known_hits(self, request: Request) -> Request:
+        """Return ``request`` with what is known of its prefix from events, at this moment."""
+        if not request.blocks:
+            return request
+        return replace(request, known_hits=self.caches.hits(request))
+
     def choose(self, request: Request, now_s: float) -> RoutingDecision:
         """Return the policy's decision for ``request``."""
         return self.policy.choose(request, self.view(now_s))
@@ -167,6 +179,7 @@ class Fleet:
             view.num_sent += 1
             view.sent_since_report += 1
         self._flights[id(flight)] = (flight, view)
+        self.caches.sent(flight)
         self.policy.on_sent(flight)
         return flight
 
@@ -185,6 +198,7 @@ class Fleet:
         self.first_token(flight, now_s)
         if self._end(flight, now_s):
             flight.output_tokens, flight.cached_tokens = output_tokens, cached_tokens
+            self.caches.ended(flight, is_answered=True)
             self.policy.on_finished(flight)
 
     def failed(self, flight: Flight, now_s: float, is_fault: bool = True) -> None:
@@ -197,6 +211,7 @@ class Fleet:
             self._uncount(flight, self._count_prefill)
         if self._end(flight, now_s):
             flight.is_fault = is_fault
+            self.caches.ended(flight, is_answered=False)
             self.policy.on_failed(flight)
 
     def check(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NewType, Protocol, TypeAlias
+from typing import NamedTuple, NewType, Protocol, TypeAlias
 
 from banaserve.base.types import RequestId
 
@@ -32,6 +32,18 @@ class Generator(Protocol):
         ...
 
 
+class KnownHit(NamedTuple):
+    """Cached part of a prompt at a replica, by the events of its cache.
+
+    Attributes:
+        tokens: Number of leading prompt tokens in known blocks.
+        is_exact: True if no other block is held; False: ``tokens`` is the minimum.
+    """
+
+    tokens: int
+    is_exact: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """Request of one attempt, as routing may know it.
@@ -47,6 +59,9 @@ class Request:
         allowed_regions: Regions in which the request may be served; None for all.
         was_forwarded: True if another balancer forwarded the request, to be served in this region.
         arrived_s: Time of arrival at this balancer.
+        blocks: Keys of the prompt's blocks that a cache may hold, by block size
+            (``caches/cache_view.py:block_keys``); empty if its tokens are unknown.
+        known_hits: Hits at the replicas whose caches are known from their events.
     """
 
     id: RequestId
@@ -58,6 +73,8 @@ class Request:
     allowed_regions: frozenset[str] | None = None
     was_forwarded: bool = False
     arrived_s: float = 0.0
+    blocks: Mapping[int, Sequence[bytes]] = field(default_factory=dict)
+    known_hits: Mapping[ReplicaId, KnownHit] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -225,6 +242,8 @@ class Need(StrEnum):
     """Prompt, lengths, session and model: the body of each request is parsed."""
     REPORTS = "reports"
     """``pending``, ``running`` and ``kv_used_fraction``: the replicas' metrics are read."""
+    CACHES = "caches"
+    """``Request.known_hits``: the KV cache events of the replicas that publish them are read."""
     PEERS = "peers"
     """Balancers of other regions are among the candidates."""
     PEER_PREFIXES = "peer_prefixes"

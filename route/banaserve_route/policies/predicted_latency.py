@@ -86,7 +86,7 @@ class PredictedLatency(TreePolicy):
     """
 
     PRESETS: ClassVar[Mapping[str, Any]] = {"learnt": PredictedLatencyOptions()}
-    needs: frozenset[Need] = frozenset({Need.REQUEST, Need.REPORTS, Need.PEERS})
+    needs: frozenset[Need] = frozenset({Need.REQUEST, Need.REPORTS, Need.CACHES, Need.PEERS})
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

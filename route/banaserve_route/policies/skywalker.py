@@ -104,7 +104,9 @@ class SkyWalker(TreePolicy):
     """Variant with prefixes; peers are targets in the same tree, by requests forwarded to them."""
 
     PRESETS: ClassVar[Mapping[str, Any]] = PRESETS
-    needs: frozenset[Need] = frozenset({Need.REQUEST, Need.REPORTS, Need.PEERS, Need.PEER_PREFIXES})
+    needs: frozenset[Need] = frozenset(
+        {Need.REQUEST, Need.REPORTS, Need.CACHES, Need.PEERS, Need.PEER_PREFIXES}
+    )
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -219,7 +221,7 @@ class SkyWalker(TreePolicy):
 class SkyWalkerCH(SkyWalker):
     """Variant with a hash ring in each layer; unavailable targets are skipped."""
 
-    needs: frozenset[Need] = SkyWalker.needs - {Need.PEER_PREFIXES}
+    needs: frozenset[Need] = SkyWalker.needs - {Need.CACHES, Need.PEER_PREFIXES}
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

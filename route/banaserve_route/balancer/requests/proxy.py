@@ -121,6 +121,7 @@ class ProxiedRequest:
         queue.join(self)
 
     def place(self) -> bool:
+        self.request = self._dispatcher.fleet.with_known_hits(self.request)
         try:
             decision = self._dispatcher.decide(self.request, self._tried)
         except PolicyError as failure:

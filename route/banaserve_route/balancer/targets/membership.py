@@ -17,6 +17,7 @@ from banaserve_route.balancer.config import (
 )
 from banaserve_route.balancer.targets.adoption import AdoptableReplica, adoptable
 from banaserve_route.balancer.targets.health import Prober
+from banaserve_route.balancer.targets.kv_events.subscriber import KvEventSubscriber
 from banaserve_route.balancer.targets.peers import (
     PEER_PREFIX,
     PeerProber,
@@ -59,6 +60,7 @@ class TargetRegistry:
         self._fleet, self._log, self._on_change = fleet, log, on_change
         self._prefixes = prefixes
         self._probers: dict[str, Prober] = {}
+        self._subscribers: dict[str, KvEventSubscriber] = {}
         self._peers: dict[str, PeerProber] = {}
         self._own: tuple[ReplicaSettings, ...] = ()
         self._settings = BalancerSettings()
@@ -104,11 +106,15 @@ class TargetRegistry:
         self._is_started = True
         for prober in probers:
             prober.start()
+        for subscriber in self._subscribers.values():
+            subscriber.start()
 
     def stop(self) -> None:
         """Stop probing, and close every connection."""
         for prober in self._probers.values():
             prober.stop()
+        for subscriber in self._subscribers.values():
+            subscriber.stop()
         for peer in self._peers.values():
             peer.stop()
         for target in self.targets.values():
@@ -205,6 +211,7 @@ class TargetRegistry:
             settings,
         )
         target.takes_keys = takes_keys
+        self._subscribe(one, target)
         before = self._probers.get(target.view.id)
         if before is not None and before.health == settings.health:
             return
@@ -222,6 +229,30 @@ class TargetRegistry:
         )
         if self._is_started:
             prober.start()
+
+    def _subscribe(self, one: ReplicaSettings, target: Target) -> None:
+        """Follow the KV events of a replica, if it publishes any and the policy uses them."""
+        name, endpoints = target.view.id, one.kv_endpoints
+        before = self._subscribers.get(name)
+        if before is not None and before.endpoints == endpoints:
+            return
+        self._unsubscribe(name)
+        if endpoints is None or Need.CACHES not in self._fleet.policy.needs:
+            return
+        self._subscribers[name] = made = KvEventSubscriber(
+            name,
+            endpoints,
+            self._fleet.caches,
+            lambda: self._fleet.restarted(name),
+            self._log,
+        )
+        if self._is_started:
+            made.start()
+
+    def _unsubscribe(self, name: ReplicaId) -> None:
+        if (before := self._subscribers.pop(name, None)) is not None:
+            before.stop()
+            self._fleet.caches.remove(name)
 
     def _tls_for(self, endpoint: Endpoint) -> Certificates | None:
         if endpoint.is_tls and self.tls is None:
@@ -260,6 +291,7 @@ class TargetRegistry:
     def _remove(self, target_id: str) -> None:
         target = self.targets.pop(target_id)
         self._probers.pop(target_id).stop()
+        self._unsubscribe(target.view.id)
         self._fleet.remove(target.view.id)
         target.pool.retire()
 
@@ -269,6 +301,8 @@ class TargetRegistry:
             # The replica has been restarted, so the contents of its cache are gone.
             target.was_refused = False
             self._fleet.restarted(target.view.id)
+            if (subscriber := self._subscribers.get(target.view.id)) is not None:
+                subscriber.restarted()
         self._on_change()
 
 

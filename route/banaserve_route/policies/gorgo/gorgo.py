@@ -115,7 +115,7 @@ class Gorgo(TreePolicy):
         "published": GorgoOptions(tuning=FIXED, w_rtt=0.276, w_queue=0.5, **_PRINTED),
         "as-coded": GorgoOptions(tuning=CODED, **_PRINTED),
     }
-    needs: frozenset[Need] = frozenset({Need.REQUEST, Need.REPORTS, Need.PEERS})
+    needs: frozenset[Need] = frozenset({Need.REQUEST, Need.REPORTS, Need.CACHES, Need.PEERS})
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -92,7 +92,7 @@ class GorgoV1(TreePolicy):
         "proxy": GorgoV1Options(is_proxy=True, max_outstanding=10),
         "proxy-as-coded": GorgoV1Options(is_proxy=True, max_outstanding=10, **_CODED),
     }
-    needs: frozenset[Need] = frozenset({Need.REQUEST, Need.REPORTS, Need.PEERS})
+    needs: frozenset[Need] = frozenset({Need.REQUEST, Need.REPORTS, Need.CACHES, Need.PEERS})
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

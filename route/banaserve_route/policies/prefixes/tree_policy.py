@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from banaserve_route.policies.interface import Flight, Generator, ReplicaId, ReplicaView, Request
+from banaserve_route.policies.interface import (
+    Flight,
+    Generator,
+    Need,
+    ReplicaId,
+    ReplicaView,
+    Request,
+)
 from banaserve_route.policies.policy import Policy, check_choice, check_range
 from banaserve_route.policies.prefixes.tree import LRU, ORDERS, make_tree
 
@@ -20,7 +27,7 @@ class TreeOptions:
         max_total_bytes: Bound of the charge of the whole tree, in bytes.
         eviction: Order of eviction of leaves, ``lru`` or ``fifo``.
         trims: True to forget the rest of a prompt if a replica reports fewer cached tokens of it
-            than expected: engines do not report evictions.
+            than expected: evictions are known only where replicas publish KV events.
     """
 
     max_tree_bytes: int = 1 << 24
@@ -37,6 +44,8 @@ class TreeOptions:
 class TreePolicy(Policy):
     """Policy with ``TreeOptions`` as its ``options``; a prompt is recorded when it is sent."""
 
+    needs: frozenset[Need] = frozenset({Need.REQUEST, Need.CACHES})
+
     def __init__(self, options: Any, generator: Generator, unit_bytes: int) -> None:
         super().__init__(options, generator, unit_bytes)
         self.tree = make_tree(
@@ -44,7 +53,18 @@ class TreePolicy(Policy):
         )
 
     def hits(self, request: Request) -> dict[ReplicaId, int]:
-        """Return how many prompt tokens each target is expected to have cached, without zeros."""
+        """Return how many prompt tokens each target is expected to have cached, without zeros.
+
+        What is known from events replaces the tree's estimate, or raises it where it is a minimum.
+        """
+        hits = self._estimated(request)
+        for target, known in request.known_hits.items():
+            estimated = 0 if known.is_exact else hits.get(target, 0)
+            hits[target] = max(known.tokens, estimated)
+        return {target: hit for target, hit in hits.items() if hit}
+
+    def _estimated(self, request: Request) -> dict[ReplicaId, int]:
+        """Return the hits by the prompts that were sent before."""
         num_units = len(request.prompt) // self.unit_bytes
         if not num_units:
             return {}
