@@ -33,7 +33,7 @@ from banaserve_bench.loadgen.servers import Server, balanced, banaserve_server
 from banaserve_bench.plan.probe.profile_file import profile_text
 from banaserve_bench.results.result import ModelledTime, Result
 from banaserve_bench.results.statistics import paired_ratios
-from benchmarks.agents.figures import UNITS, equal_fraction, figures_of
+from benchmarks.agents.figures import COLUMNS, UNITS, ended_turns, equal_fraction, figures_of
 from benchmarks.agents.sessions import TOKENS, coarse, sessions
 from benchmarks.agents.turns import Turn, run_seats
 from benchmarks.elastic_cpu.systems import EMPTIES_CACHES, SystemUnderTest
@@ -107,9 +107,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--seeds", type=positive, default=2)
     add("--agents", type=positive, default=24, help="sessions under way at once")
     add("--instances", type=positive, default=4)
-    add("--duration", type=float, default=400.0, help="of a run, modelled s")
-    add("--warm-up", type=float, default=100.0, help="of these, in which turns do not count")
-    add("--dilate", type=float, default=0.2, help="wall seconds of a modelled one")
+    add("--duration", type=float, default=240.0, help="of a run, modelled s")
+    add("--warm-up", type=float, default=80.0, help="of these, in which turns do not count")
+    add("--dilate", type=float, default=0.3, help="wall seconds of a modelled one")
     add("--max-num-batched-tokens", type=positive, default=512, help="of a step, of all systems")
     add("--ttft", type=float, default=2.0, help="limit, modelled s")
     add("--tpot", type=float, default=0.05, help="limit, modelled s a token of the model")
@@ -214,4 +214,6 @@ def _result(
         pairs = zip(found[name].turns, found["round-robin"].turns, strict=True)
         samples[f"{name}.equal_fraction"] = [equal_fraction(*pair) for pair in pairs], "fraction"
     times = [one for runs in found.values() for one in runs.times]
-    return measurement.result(samples, _NOTES, modelled_time=times)
+    rows = {name: [*map(ended_turns, runs.turns)] for name, runs in found.items()}
+    raw = {"columns": list(COLUMNS), "turns": rows}
+    return measurement.result(samples, _NOTES, raw=raw, modelled_time=times)

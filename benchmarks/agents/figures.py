@@ -24,6 +24,7 @@ UNITS = {
     "repeated_tokens": "tokens",
     "hit_over_bound": "fraction",
 }
+COLUMNS = ("sent_s", "ttft_s", "tpot_s", "prompt_tokens", "cached_tokens", "is_last")
 _BLOCK = 32
 """Size of a block of the engines' caches: vLLM's smallest on a CPU."""
 
@@ -108,6 +109,23 @@ def figures_of(
         "repeated_tokens": float(TOKENS * work.repeated),
         "hit_over_bound": (work.prompt - work.computed) / max(1, work.known),
     }
+
+
+def ended_turns(turns: Sequence[Turn]) -> list[list[float]]:
+    """Return a row of ``COLUMNS`` for each turn that has ended, in tokens of the engines."""
+    start_s = min(turn.record.sent_at_s for turn in turns)
+    return [
+        [
+            round(turn.record.sent_at_s - start_s, 2),
+            round(turn.record.ttft_s or 0.0, 2),
+            round(_tpot_s(turn), 4),
+            len(turn.prompt),
+            turn.record.cached_tokens or 0,
+            int(turn.is_last),
+        ]
+        for turn in turns
+        if turn.record.ended_at_s
+    ]
 
 
 def _tpot_s(turn: Turn) -> float:

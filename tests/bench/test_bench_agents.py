@@ -18,7 +18,7 @@ from banaserve_bench.loadgen.client import RequestRecord
 from banaserve_bench.plan.probe.profile_file import profile_text
 from banaserve_route.sim.programs import ProgramCall
 from banaserve_route.sim.replica import UNIT_BYTES
-from benchmarks.agents.figures import UNITS, equal_fraction, figures_of, prompt_work
+from benchmarks.agents.figures import UNITS, ended_turns, equal_fraction, figures_of, prompt_work
 from benchmarks.agents.sessions import MAX_OUTPUT, TOKENS, PromptTokens, coarse, sessions
 from benchmarks.agents.turns import Turn, run_seats
 from benchmarks.routers.loads import Steps
@@ -147,6 +147,8 @@ def test_figures_count_turns_after_the_warm_up_within_both_limits():
     assert found.keys() == UNITS.keys()
     assert found["turns_per_s"] == pytest.approx(3 / 40)
     assert found["goodput"] == pytest.approx(1 / 40), "one was late to begin, one too slow"
+    assert ended_turns(turns)[1] == [10.0, 1.0, pytest.approx(1.6 / TOKENS), 40, 0, 0]
+    assert len(ended_turns(turns)) == 4
     assert found["tpot_mean"] == pytest.approx((1.6 + 3.2 + 0.05) / TOKENS / 3)
 
 
