@@ -1,4 +1,4 @@
-"""What do agent sessions gain from the store and the elastic policy, over plain vLLM engines?
+"""Agent sessions with the store and the elastic policy, beside plain engines behind balancers.
 
     python -m benchmarks agents --data FOLDER [--seeds 2] [--json FILE]
 
@@ -35,7 +35,7 @@ from banaserve_bench.results.result import ModelledTime, Result
 from banaserve_bench.results.statistics import paired_ratios
 from benchmarks.agents.figures import COLUMNS, UNITS, ended_turns, equal_fraction, figures_of
 from benchmarks.agents.sessions import TOKENS, coarse, sessions
-from benchmarks.agents.turns import Turn, run_seats
+from benchmarks.agents.turns import AgentTurn, run_seats
 from benchmarks.elastic_cpu.systems import EMPTIES_CACHES, SystemUnderTest
 from benchmarks.measurement import Measurement, Samples, parser_of, random_tokens
 
@@ -69,7 +69,7 @@ class SystemRuns(NamedTuple):
         times: Modelled time of each of its servers.
     """
 
-    turns: list[list[Turn]]
+    turns: list[list[AgentTurn]]
     waited: list[float]
     times: list[ModelledTime]
 
@@ -167,7 +167,7 @@ def _runs(
     return runs
 
 
-async def _run(given: argparse.Namespace, url: str, profile: Profile, seed: int) -> list[Turn]:
+async def _run(given: argparse.Namespace, url: str, profile: Profile, seed: int) -> list[AgentTurn]:
     clock = StretchedClock(given.dilate)
     async with OpenAiClient(
         url, f"paced-{profile.name}", return_token_ids=True, read_late=True, clock=clock
@@ -191,7 +191,7 @@ def _waited(servers: Sequence[Server]) -> float:
     return sum(server.metric(_WAITED) for server in servers)
 
 
-def _figures(given: argparse.Namespace, turns: Sequence[Turn]) -> dict[str, float]:
+def _figures(given: argparse.Namespace, turns: Sequence[AgentTurn]) -> dict[str, float]:
     limits = LatencyLimits(given.ttft, given.tpot)
     return figures_of(turns, given.warm_up, given.duration, limits)
 

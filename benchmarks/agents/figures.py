@@ -8,7 +8,7 @@ from typing import NamedTuple
 from banaserve.sim.result import LatencyLimits
 from banaserve_bench.results.statistics import percentile
 from benchmarks.agents.sessions import TOKENS
-from benchmarks.agents.turns import Turn
+from benchmarks.agents.turns import AgentTurn
 
 UNITS = {
     "goodput": "turns/modelled s",
@@ -43,7 +43,7 @@ class PromptWork(NamedTuple):
     repeated: int
 
 
-def prompt_work(turns: Sequence[Turn]) -> PromptWork:
+def prompt_work(turns: Sequence[AgentTurn]) -> PromptWork:
     """Return the prompt tokens of the turns that have ended, and how many were computed again.
 
     A prompt counts as being computed from the time at which it is sent, an answer as computed from
@@ -80,7 +80,7 @@ def _chain(tokens: Sequence[int]) -> list[int]:
 
 
 def figures_of(
-    turns: Sequence[Turn], warm_up_s: float, duration_s: float, limits: LatencyLimits
+    turns: Sequence[AgentTurn], warm_up_s: float, duration_s: float, limits: LatencyLimits
 ) -> dict[str, float]:
     """Return the figures of a run, named as ``UNITS``, in modelled seconds and model's tokens.
 
@@ -111,7 +111,7 @@ def figures_of(
     }
 
 
-def ended_turns(turns: Sequence[Turn]) -> list[list[float]]:
+def ended_turns(turns: Sequence[AgentTurn]) -> list[list[float]]:
     """Return a row of ``COLUMNS`` for each turn that has ended, in tokens of the engines."""
     start_s = min(turn.record.sent_at_s for turn in turns)
     return [
@@ -128,14 +128,14 @@ def ended_turns(turns: Sequence[Turn]) -> list[list[float]]:
     ]
 
 
-def _tpot_s(turn: Turn) -> float:
+def _tpot_s(turn: AgentTurn) -> float:
     """Return the seconds per token of the model after the first token of the engines."""
     record = turn.record
     rest_s = (record.ended_at_s or 0.0) - (record.first_token_at_s or 0.0)
     return rest_s / TOKENS / max(1, len(record.token_ids) - 1)
 
 
-def equal_fraction(turns: Sequence[Turn], others: Sequence[Turn]) -> float:
+def equal_fraction(turns: Sequence[AgentTurn], others: Sequence[AgentTurn]) -> float:
     """Return the share of the same prompts, in two runs, that have the same answer."""
     known = {turn.record.id: turn for turn in others if turn.record.ended_at_s}
     pairs = [

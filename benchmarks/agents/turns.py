@@ -18,7 +18,7 @@ SESSIONS_A_SEAT = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class AgentTurn:
     """A call of a session.
 
     Attributes:
@@ -34,7 +34,7 @@ class Turn:
 
 async def run_seats(
     client: OpenAiClient, sessions: Iterator[Steps], seed: int, num_seats: int, duration_s: float
-) -> list[Turn]:
+) -> list[AgentTurn]:
     """Keep ``num_seats`` sessions under way for ``duration_s``; return their turns as sent.
 
     The first sessions begin one after the other within a tenth of the time.
@@ -42,7 +42,7 @@ async def run_seats(
     Raises:
         UserError: A request failed.
     """
-    tokens, turns = PromptTokens(seed), list[Turn]()
+    tokens, turns = PromptTokens(seed), list[AgentTurn]()
     # Drawn before the run: which session a seat gets must not depend on the speed of a server.
     lists = [list[Steps]() for _ in range(num_seats)]
     for number in range(num_seats * SESSIONS_A_SEAT):
@@ -53,7 +53,7 @@ async def run_seats(
         num_output = len(one.output) // UNIT_BYTES
         asked = CompletionCall.exact(name, prompt, num_output, user=one.session)
         record = RequestRecord(id=name, sent_at_s=client.clock.now())
-        turns.append(Turn(prompt, is_last, record))
+        turns.append(AgentTurn(prompt, is_last, record))
         await client.send_into(asked, record)
         tokens.answered(one.output, record.checked().token_ids)
 

@@ -20,7 +20,7 @@ from banaserve_route.sim.programs import ProgramCall
 from banaserve_route.sim.replica import UNIT_BYTES
 from benchmarks.agents.figures import UNITS, ended_turns, equal_fraction, figures_of, prompt_work
 from benchmarks.agents.sessions import MAX_OUTPUT, TOKENS, PromptTokens, coarse, sessions
-from benchmarks.agents.turns import Turn, run_seats
+from benchmarks.agents.turns import AgentTurn, run_seats
 from benchmarks.routers.loads import Steps
 
 _LOGNORMAL = {"mu": 6.0, "sigma": 1.0, "max": 50_000.0}
@@ -63,7 +63,7 @@ def data(tmp_path):
 
 def turn(
     name: str, prompt: list[int], sent_s: float, end_s: float | None, cached: int = 0, **more
-) -> Turn:
+) -> AgentTurn:
     record = RequestRecord(
         id=name,
         sent_at_s=sent_s,
@@ -72,7 +72,7 @@ def turn(
         cached_tokens=cached,
         token_ids=more.pop("answer", [1, 2]),
     )
-    return Turn(prompt, more.pop("is_last", False), record)
+    return AgentTurn(prompt, more.pop("is_last", False), record)
 
 
 def numbered(count: int, first: int = 0) -> list[int]:
@@ -213,7 +213,7 @@ def _session(name: str, pause_s: float) -> Steps:
     return [[first], pause_s, [second, second], pause_s]
 
 
-async def _seats(client, duration_s: float) -> list[Turn]:
+async def _seats(client, duration_s: float) -> list[AgentTurn]:
     made = (_session(f"s{n}", 2.0) for n in range(1000))
     running = asyncio.create_task(run_seats(client, made, 0, 2, duration_s))
     waking = asyncio.create_task(client.advance())
