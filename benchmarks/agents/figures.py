@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from banaserve.base.errors import UserError
 from banaserve.sim.result import LatencyLimits
 from banaserve_bench.results.statistics import percentile
 from benchmarks.agents.sessions import TOKENS
@@ -86,9 +87,14 @@ def figures_of(
 
     Latencies and goodput are of the turns that were sent after the warm-up and have ended within
     the run; prompt tokens are of the whole run.
+
+    Raises:
+        UserError: No turn has ended.
     """
     start_s = min(turn.record.sent_at_s for turn in turns) + warm_up_s
     counted = [t for t in turns if t.record.sent_at_s >= start_s and t.record.ended_at_s]
+    if not counted:
+        raise UserError("no turn has ended after the warm-up: give a longer --duration")
     ttft = [turn.record.ttft_s or 0.0 for turn in counted]
     tpot = [_tpot_s(turn) for turn in counted]
     last = [one for one, turn in zip(ttft, counted, strict=True) if turn.is_last]
