@@ -27,6 +27,7 @@ _PACE = ("banaserve/pacing", "banaserve/orchestrator/control/costs")
 
 MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
     {
+        "agents": (*_SERVER, *_PACE, "benchmarks/agents"),
         "break-even": (*_SIMULATOR, "benchmarks/break_even"),
         "cells": (*_SIMULATOR, "banaserve/orchestrator/planner", "benchmarks/cells"),
         "compare": (

@@ -7,6 +7,10 @@ from banaserve_bench.command import Benchmark
 
 BENCHMARKS = {
     **bench.SUBCOMMANDS,
+    "agents": Benchmark(
+        "benchmarks.agents.command",
+        "What do agent sessions gain from the store, over plain engines behind balancers?",
+    ),
     "break-even": Benchmark(
         "benchmarks.break_even.command",
         "Under which model, batch, link and limits do moved modules pay more than a switch?",

@@ -32,7 +32,7 @@ from benchmarks.router.peers import peer_command
 NUM_INSTANCES = 2
 _POLICIES = dict(zip(PEERS, ("round_robin", "cache_aware"), strict=True))
 _ROUTER = "vllm-router"
-_EMPTIES_CACHES = {"VLLM_SERVER_DEV_MODE": "1"}
+EMPTIES_CACHES = {"VLLM_SERVER_DEV_MODE": "1"}
 _STEPS = "vllm:iteration_tokens_total_count"
 _CACHED = ("vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total")
 _QUIET_CORES = 0.1
@@ -145,7 +145,7 @@ def systems(setup: Setup) -> Iterator[Mapping[str, SystemUnderTest]]:
         plain = tuple(
             stack.enter_context(
                 vllm_server(
-                    model.path_or_id, model.served_name, *setup.same, environment=_EMPTIES_CACHES
+                    model.path_or_id, model.served_name, *setup.same, environment=EMPTIES_CACHES
                 )
             )
             for _ in range(NUM_INSTANCES)

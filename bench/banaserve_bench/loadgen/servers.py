@@ -185,11 +185,17 @@ def balanced_servers(count: int, policy: str, model: str, *options: str) -> Iter
     """
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(banaserve_server(model, *options)) for _ in range(count)]
-        command = [sys.executable, "-m", "banaserve", "route", "--policy", policy]
-        for server in servers:
-            command += ["--replica", server.url]
-        balancer = stack.enter_context(command_server(command, "balancer"))
-        _wait_for_replicas(balancer, count)
+        yield stack.enter_context(balanced(policy, servers))
+
+
+@contextlib.contextmanager
+def balanced(policy: str, servers: Sequence[Server]) -> Iterator[Balanced]:
+    """Run a ``banaserve route`` that has found all ``servers``, which stay when it ends."""
+    command = [sys.executable, "-m", "banaserve", "route", "--policy", policy]
+    for server in servers:
+        command += ["--replica", server.url]
+    with command_server(command, "balancer") as balancer:
+        _wait_for_replicas(balancer, len(servers))
         yield Balanced(balancer, servers)
 
 
