@@ -22,6 +22,7 @@ from banaserve.engine.connector.scheduler_side.prefix_matcher import (
     ASK_FOR_ROOM_S,
     ROOM_S,
     UNDECIDED_FOR_S,
+    UNKNOWN_PATIENCE_S,
     WRITER_PATIENCE,
 )
 from banaserve.engine.connector.scheduler_side.request_state import LONGEST_WAIT_S
@@ -556,11 +557,14 @@ def test_what_is_written_for_ever_is_computed(bench: Bench) -> None:
         assert bench.clock.now_s < began_s + 2 * LONGEST_WAIT_S
 
 
-def test_what_others_write_is_computed_while_its_cost_is_unknown(bench: Bench) -> None:
+def test_on_an_engine_that_knows_no_cost_a_leg_waits_a_fixed_time(bench: Bench) -> None:
     request = bench.request(4)
     bench.store.written_elsewhere = set(request.block_hashes[:2])
-    assert bench.side.match(request, 0) == 0
-    assert bench.counted("waited_for_prefix") == 0
+    began_s = bench.clock.now_s
+    assert wait_for_writer(bench, request, began_s + 2 * UNKNOWN_PATIENCE_S) == 0
+    waited_s = bench.clock.now_s - began_s
+    assert waited_s == pytest.approx(UNKNOWN_PATIENCE_S, abs=UNDECIDED_FOR_S)
+    assert bench.counted("waited_for_prefix") == 1
 
 
 def wait_for_writer(bench: Bench, request: compat.Request, until_s: float) -> int | None:

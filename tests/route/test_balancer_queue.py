@@ -6,8 +6,10 @@ from itertools import pairwise
 
 import pytest
 
+from banaserve_route.balancer.config import BalancerSettings, HealthSettings, parse_endpoint
 from banaserve_route.balancer.requests.queue import REFUSALS_AT_A_TIME, RequestQueue
-from banaserve_route.balancer.targets.target import Breaker
+from banaserve_route.balancer.targets.target import Breaker, Target
+from banaserve_route.policies.interface import ReplicaId, ReplicaView
 
 
 class One:
@@ -170,3 +172,23 @@ def test_a_cancelled_trial_lets_the_next_one_try():
     breaker.sent()
     breaker.given_up()
     assert breaker.allows(1.0)
+
+
+def test_a_replica_that_comes_back_takes_ever_more_requests_at_once():
+    settings = BalancerSettings(health=HealthSettings(slow_start_s=10.0))
+    view = ReplicaView(ReplicaId("a"), "")
+    target = Target(view, parse_endpoint("http://127.0.0.1:1"), settings)
+
+    def room(now_s):
+        view.outstanding = 0
+        while view.outstanding < 100 and target.refresh(now_s):
+            view.outstanding += 1
+        return view.outstanding
+
+    assert room(0.0) == 100
+    for is_well in (False, False, True):
+        target.looked(is_well, 2, 0.0)
+    assert [room(at_s) for at_s in (0.0, 1.0, 5.0, 9.9)] == [1, 7, 32, 63]
+    assert target.is_starting
+    assert room(10.0) == 100
+    assert not target.is_starting

@@ -83,6 +83,7 @@ def test_a_balancer_shows_the_shadows_choices() -> None:
     balancer = Balancer(settings, print)
     page = balancer.metrics.page()
     assert b'banaserve_route_shadow_decisions_total{choice="same"} 0.0' in page
+    assert b"banaserve_route_shadow_failed_events_total 0.0" in page
     balancer.close()
     without = Balancer(BalancerSettings(), print)
     assert b"shadow" not in without.metrics.page()

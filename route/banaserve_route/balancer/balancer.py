@@ -134,7 +134,7 @@ class Balancer(RequestHandler):
         self.metrics.caches = self.fleet.caches
         self.metrics.prompts = self._prompts.counts
         if isinstance(self.fleet.policy, ShadowedPolicy):
-            self.metrics.shadow = self.fleet.policy.counts
+            self.metrics.shadow = self.fleet.policy
         self.metrics.queue_length = lambda: len(self.queue)
         self.metrics.num_connections = lambda: len(self.connections)
         self.metrics.num_under_way = lambda: len(self._under_way)
@@ -363,7 +363,7 @@ class Balancer(RequestHandler):
         if self._watch.tick(now_s):
             self.log(f"the balancer's event loop stood still for {self._watch.lag_s:.1f} s")
         for target in self.targets.values():
-            if target.breaker.is_open:
+            if target.breaker.is_open or target.is_starting:
                 target.refresh(now_s)
         self.queue.sweep(now_s)
         self._schedule_pass()

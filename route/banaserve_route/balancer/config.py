@@ -284,6 +284,8 @@ class HealthSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         failures: Number of failed probes in a row that take a replica out; one successful probe
             brings it back.
         breaker_failures: Number of failed requests in a row that open a replica's circuit.
+        slow_start_s: Time in which a replica that comes back, or joins while the balancer serves,
+            takes ever more requests at once, in seconds; 0 for no limit.
     """
 
     path: str = "/health"
@@ -295,6 +297,7 @@ class HealthSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     breaker_failures: int = 3
     breaker_pause_s: float = 1.0
     breaker_longest_pause_s: float = 30.0
+    slow_start_s: float = 0.0
 
     def check(self) -> None:
         """Check the path and every number.
@@ -306,7 +309,8 @@ class HealthSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             raise UserError(f"health.path is {self.path!r}: give a path such as /health")
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if name != "path" and not 0 < value < 1e6:
+            is_off = name == "slow_start_s" and value == 0
+            if name != "path" and not is_off and not 0 < value < 1e6:
                 raise UserError(f"health.{name} is {value}: give more than 0")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.metrics_core import (
@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 from banaserve_route.balancer.targets.target import Target
 from banaserve_route.policies.caches.known_caches import CacheState, KnownCaches
 from banaserve_route.policies.interface import Flight
-from banaserve_route.policies.shadow import ShadowChoice, ShadowCount
+from banaserve_route.policies.shadow import ShadowCount, ShadowedPolicy
 
 _BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 300)
 
@@ -62,7 +62,7 @@ class Metrics(Collector):
         self.targets: Callable[[], Iterable[Target]] = tuple
         self.queue_length: Callable[[], int] = int
         self.num_under_way: Callable[[], int] = int
-        self.shadow: Mapping[ShadowChoice, ShadowCount] = {}
+        self.shadow: ShadowedPolicy | None = None
         self.caches = KnownCaches()
         self.prompts: Counter[str] = Counter()
 
@@ -148,6 +148,8 @@ class Metrics(Collector):
         yield _counter(name + "prompts", "Read for their tokens.", ["outcome"], self.prompts)
 
     def _of_shadow(self) -> Iterator[Metric]:
+        if self.shadow is None:
+            return
         readers: dict[str, Callable[[ShadowCount], float]] = {
             "decisions": lambda one: one.num_requests,
             "first_tokens": lambda one: one.num_first_tokens,
@@ -156,10 +158,14 @@ class Metrics(Collector):
         for key, read in readers.items():
             what = f"Of requests by the shadow policy's choice: {key}."
             family = CounterMetricFamily(f"banaserve_route_shadow_{key}", what, labels=["choice"])
-            for choice, count in self.shadow.items():
+            for choice, count in self.shadow.counts.items():
                 family.add_metric([choice], float(read(count)))
-            if self.shadow:
-                yield family
+            yield family
+        yield CounterMetricFamily(
+            "banaserve_route_shadow_failed_events",
+            "Outcomes of requests that the shadow policy failed to take in.",
+            self.shadow.num_failed_events,
+        )
 
     def _of_targets(self) -> Iterator[Metric]:
         name, targets = "banaserve_route_target_", list(self.targets())

@@ -50,6 +50,9 @@ WRITER_PATIENCE = 2.0
 The writer began earlier, but its step may compute more than these blocks. A leg that waits until
 the limit and then computes them takes three times as long, and not longer.
 """
+UNKNOWN_PATIENCE_S = 3.0
+"""Maximum wait for such blocks while their cost is unknown, in seconds, as on an engine that has
+just started: then the first prompts would all compute the prefix that they share."""
 _WRITER_LOOKS = 16
 """Number of times the store is asked during such a wait."""
 
@@ -261,7 +264,8 @@ class PrefixMatcher:
         if until_s is None:
             until_s = now_s + UNDECIDED_FOR_S
         waits_for_writer = False
-        if reads and self._may_wait_for_writer(tracked, block_s):
+        # Blocks are useless without the states of their layers, which are not waited for.
+        if reads and (tracked.waits_long or not self._num_states):
             num_written = self._num_being_written(keys, offers, answer)
             waits_for_writer = self._waits_for_writer(tracked, num_written, block_s, now_s)
         asked = StoreAsked(
@@ -324,13 +328,6 @@ class PrefixMatcher:
             room_block_bytes=self._client.slot_bytes if waiting else 0,
         )
 
-    def _may_wait_for_writer(self, tracked: RequestState, block_s: float) -> bool:
-        """Return whether a leg waits at all for blocks that another leg is computing.
-
-        Not where the cost of a block is unknown, nor where blocks are useless without states.
-        """
-        return tracked.waits_long or (block_s > 0 and not self._num_states)
-
     def _num_being_written(
         self, keys: list[bytes], offers: list[SaveCandidate], answer: Exchanged
     ) -> int:
@@ -348,8 +345,8 @@ class PrefixMatcher:
     ) -> bool:
         """Return whether a leg waits for the blocks of its prefix that another leg is computing.
 
-        It waits at most ``WRITER_PATIENCE`` times as long as computing them takes, once in its
-        life, and holds no slots meanwhile. If the writer dies, its blocks are missing, and the
+        It waits at most ``WRITER_PATIENCE`` times as long as computing them takes, or
+        ``UNKNOWN_PATIENCE_S``, once in its life, and holds no slots meanwhile. If the writer dies, its blocks are missing, and the
         first leg that asks computes them.
 
         Two legs wait longer. One whose prefix was computed for it: two prefill instances that
@@ -361,7 +358,7 @@ class PrefixMatcher:
             self._end_writer_wait(tracked, now_s)
             return False
         if tracked.writer_until_s is None:
-            patience_s = WRITER_PATIENCE * block_s * num_written
+            patience_s = WRITER_PATIENCE * block_s * num_written or UNKNOWN_PATIENCE_S
             tracked.writer_look_s = min(patience_s / _WRITER_LOOKS, UNDECIDED_FOR_S)
             if tracked.waits_long:
                 patience_s, tracked.writer_look_s = LONGEST_WAIT_S, ASK_AGAIN_S

@@ -193,6 +193,8 @@ class TargetRegistry:
         self._fleet.add(view)
         endpoint = parse_endpoint(one.url)
         self.targets[view.id] = Target(view, endpoint, settings, tls=self._tls_for(endpoint))
+        if self._is_started:
+            self.targets[view.id].begin_slowly(monotonic())
         self._adjust(one, takes_keys)
 
     def _adjust(self, one: ReplicaSettings, takes_keys: bool = True) -> None:

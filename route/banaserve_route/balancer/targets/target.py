@@ -10,6 +10,10 @@ from banaserve_route.balancer.http.replica_connection import ConnectionPool
 from banaserve_route.policies.interface import PeerView, ReplicaView
 
 
+SLOW_START_REQUESTS = 64
+"""Number of requests at once that a replica takes at the end of its slow start."""
+
+
 class Target:
     """Replica or peer as the data plane sees it.
 
@@ -45,6 +49,7 @@ class Target:
         self.take_settings("", 0, settings)
         self.takes_keys = True
         self.is_healthy = True
+        self._began_s: float | None = None
         self.was_refused = False
         self.num_failed_looks = 0
         self.num_answers: Counter[int] = Counter()
@@ -58,6 +63,7 @@ class Target:
         if key:
             self.fields += b"Authorization: Bearer %b\r\n" % key.encode()
         self._max_outstanding = max_outstanding
+        self._slow_start_s = settings.health.slow_start_s
         self.pool.connect_timeout_s = settings.limits.connect_timeout_s
         health = settings.health
         self.breaker.take_settings(
@@ -68,15 +74,35 @@ class Target:
     def is_full(self) -> bool:
         return 0 < self._max_outstanding <= self.view.outstanding
 
+    @property
+    def is_starting(self) -> bool:
+        """Return whether the target takes fewer requests than usual, since it has just begun."""
+        return self._began_s is not None
+
+    def begin_slowly(self, now_s: float) -> None:
+        """Let a replica begin with one request, and then with ever more at once."""
+        if self._slow_start_s and not self.is_peer:
+            self._began_s = now_s
+
+    def _has_room(self, now_s: float) -> bool:
+        if self._began_s is None:
+            return not self.is_full
+        share = (now_s - self._began_s) / self._slow_start_s if self._slow_start_s else 1.0
+        if share >= 1.0:
+            self._began_s = None
+            return not self.is_full
+        limit = 1 + int(share * (SLOW_START_REQUESTS - 1))
+        return self.view.outstanding < limit and not self.is_full
+
     def refresh(self, now_s: float) -> bool:
         """Update ``view.is_available``; return whether the target may be sent a request."""
         view = self.view
-        view.is_available = self.is_healthy and not self.is_full and self.breaker.allows(now_s)
+        view.is_available = self.is_healthy and self._has_room(now_s) and self.breaker.allows(now_s)
         return view.is_available
 
     def sent(self, now_s: float) -> None:
         """Record a request sent to the target, which the view counts already."""
-        if self.breaker.is_open or self._max_outstanding:
+        if self.breaker.is_open or self._max_outstanding or self.is_starting:
             self.breaker.sent()
             self.refresh(now_s)
 
@@ -112,6 +138,8 @@ class Target:
         was_healthy = self.is_healthy
         self.num_failed_looks = 0 if is_well else self.num_failed_looks + 1
         if is_well:
+            if not self.is_healthy:
+                self.begin_slowly(now_s)
             self.is_healthy = True
         elif self.num_failed_looks >= failures:
             self.is_healthy = False
