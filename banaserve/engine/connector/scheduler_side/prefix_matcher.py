@@ -346,8 +346,8 @@ class PrefixMatcher:
         """Return whether a leg waits for the blocks of its prefix that another leg is computing.
 
         It waits at most ``WRITER_PATIENCE`` times as long as computing them takes, or
-        ``UNKNOWN_PATIENCE_S``, once in its life, and holds no slots meanwhile. If the writer dies, its blocks are missing, and the
-        first leg that asks computes them.
+        ``UNKNOWN_PATIENCE_S``, once in its life, and holds no slots meanwhile. If the writer dies,
+        its blocks are missing, and the first leg that asks computes them.
 
         Two legs wait longer. One whose prefix was computed for it: two prefill instances that
         compute one prefix at the same time save it once, and the decode leg of the faster of them

@@ -9,7 +9,6 @@ from banaserve_route.balancer.config import BalancerSettings, Endpoint
 from banaserve_route.balancer.http.replica_connection import ConnectionPool
 from banaserve_route.policies.interface import PeerView, ReplicaView
 
-
 SLOW_START_REQUESTS = 64
 """Number of requests at once that a replica takes at the end of its slow start."""
 
