@@ -108,6 +108,32 @@ def test_a_prefill_leg_that_fails_ends_its_request_or_is_tried_again(
     assert {name for name, value in queued.items() if value} == ({leg} if leg else set())
 
 
+def test_a_scrape_counts_every_step_and_every_output(series: EngineSeries) -> None:
+    """More steps than are applied together, and the rest of them at the scrape."""
+    logger = series.logger_class(InstanceId("d0"), lambda _: None)(None)
+    for number in range(100):
+        stats = SchedulerStats(num_running_reqs=number)
+        stats.prefix_cache_stats.queries = 3 * (number % 2)
+        iteration = an_iteration(Leg.WHOLE)
+        iteration.by_leg[Leg.WHOLE].num_preempted_reqs = 1
+        logger.record(stats, iteration)
+    logger.record(None, an_iteration(Leg.WHOLE))  # outputs without a step
+    found: dict[str, float] = {}
+    for _, registry in series.registries:
+        samples = (sample for family in registry.collect() for sample in family.samples)
+        for sample in samples:
+            found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    assert found["vllm:num_requests_running"] == 99
+    assert found["vllm:prefix_cache_queries_total"] == 150
+    assert found["vllm:num_preemptions_total"] == 100
+    assert found["vllm:iteration_tokens_total_count"] == 100
+    assert found["vllm:iteration_tokens_total_sum"] == 100 * (2 + 10)
+    assert found["vllm:generation_tokens_total"] == 101 * 2
+    assert found["vllm:prompt_tokens_total"] == 101 * 10
+    assert found["vllm:inter_token_latency_seconds_count"] == 101
+    assert found["vllm:request_success_total"] == 101
+
+
 def _labels(registry: CollectorRegistry) -> dict[str, str]:
     for family in registry.collect():
         for sample in family.samples:

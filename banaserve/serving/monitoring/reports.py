@@ -40,7 +40,7 @@ counted and learnt from together, longer ones individually.
 
 
 class _Heard(NamedTuple):
-    """Last word of an engine: ``stats`` of its last step; None if it is idle."""
+    """Last report of an engine: ``stats`` of its last step; None if it is idle."""
 
     at_s: float
     stats: SchedulerStats | None
