@@ -125,7 +125,7 @@ class BlindComparison:
         return self._measurement.result(
             samples_of(self._records.values()),
             _NOTES,
-            raw={"cells": msgspec.to_builtins(self._records), "commits": self._commits},
+            raw={"blind_cells": msgspec.to_builtins(self._records), "commits": self._commits},
             modelled_time=self._modelled,
         )
 
@@ -190,7 +190,7 @@ def _known(path: Path | None, load_s: float) -> KnownCells:
         raise UserError(
             f"{path} has loads of {record.options['load_s']:g} s: give --load-s so, or another file"
         )
-    cells = msgspec.convert(record.raw["cells"], dict[str, BlindRecord])
+    cells = msgspec.convert(record.raw["blind_cells"], dict[str, BlindRecord])
     return KnownCells(cells, [*record.modelled_time], record.raw["commits"])
 
 
