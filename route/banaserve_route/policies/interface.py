@@ -11,9 +11,10 @@ region. Nothing here reads a clock: every time is an argument, in seconds of one
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, NewType, Protocol, TypeAlias
+
+import msgspec
 
 from banaserve.base.types import RequestId
 
@@ -44,8 +45,7 @@ class KnownHit(NamedTuple):
     is_exact: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """Request of one attempt, as routing may know it.
 
     Attributes:
@@ -73,12 +73,11 @@ class Request:
     allowed_regions: frozenset[str] | None = None
     was_forwarded: bool = False
     arrived_s: float = 0.0
-    blocks: Mapping[int, Sequence[bytes]] = field(default_factory=dict)
-    known_hits: Mapping[ReplicaId, KnownHit] = field(default_factory=dict)
+    blocks: Mapping[int, Sequence[bytes]] = {}
+    known_hits: Mapping[ReplicaId, KnownHit] = {}
 
 
-@dataclass(slots=True)
-class ReplicaView:
+class ReplicaView(msgspec.Struct):
     """A replica as its balancer sees it. Policies only read it.
 
     The first group of fields is fixed, the second is counted by this balancer and live, the third
@@ -124,7 +123,6 @@ class ReplicaView:
     reported_at_s: float | None = None
 
 
-@dataclass(slots=True)
 class PeerView(ReplicaView):
     """The balancer of another region, which chooses among its own replicas.
 
@@ -141,8 +139,7 @@ class PeerView(ReplicaView):
     num_replicas: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class FleetView:
+class FleetView(msgspec.Struct, frozen=True):
     """All that a policy may read, at one moment.
 
     Attributes:
@@ -184,8 +181,7 @@ HELD = frozenset({RoutingReason.ALL_BUSY, RoutingReason.NONE_AVAILABLE, RoutingR
 """Reasons of decisions without a target."""
 
 
-@dataclass(frozen=True, slots=True)
-class RoutingDecision:
+class RoutingDecision(msgspec.Struct, frozen=True):
     """Target of a request, or the decision that it waits.
 
     Attributes:
@@ -199,11 +195,10 @@ class RoutingDecision:
     target: ReplicaId | None
     reason: RoutingReason
     hit_tokens: int = 0
-    scores_ms: Mapping[ReplicaId, float] = field(default_factory=dict)
+    scores_ms: Mapping[ReplicaId, float] = {}
 
 
-@dataclass(slots=True)
-class Flight:
+class Flight(msgspec.Struct):
     """One attempt to serve a request, from its sending to its end. The balancer fills it in.
 
     Attributes:

@@ -147,10 +147,13 @@ class PredictedLatency(TreePolicy):
         arrivals *= prefill / self._answer_ms if self._answer_ms else 0.0
         fetch, paces = self.fetch_fraction, self._paces
         self._full.clear()
+        pace_of, hit_of = paces.get, hits.get
+        # What this request would miss at a replica that has nothing of its prompt.
+        least_missed = tokens - longest * (1 - fetch)
         costs = {}
         for view in candidates:
             name, count, ahead = view.id, float(view.outstanding), float(view.uncached_tokens)
-            if isinstance(view, PeerView):
+            if view.__class__ is PeerView:
                 count, ahead = self._of_a_replica(view)
             elif view.running > self._places:
                 self._places = view.running
@@ -161,12 +164,12 @@ class PredictedLatency(TreePolicy):
                 waiting = count - running
                 delayed = waiting + others * min(count, _DELAYED * waiting)
                 waiting_ms = self._answer_ms / running * delayed
-            missed = tokens - longest + fetch * (longest - hits.get(name, 0))
+            missed = least_missed - fetch * hit_of(name, 0)
             held_up = 1 + others * (count + arrivals * (missed + ahead))
             costs[name] = (
                 future * view.round_trip_ms
                 + crowd * running
-                + paces.get(name, 1.0) * prefill * (missed * held_up + ahead)
+                + pace_of(name, 1.0) * prefill * (missed * held_up + ahead)
                 + waiting_ms
             )
         target = candidates[self.least(list(costs.values()))]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from banaserve.sim.timeline import Timeline
 from banaserve_route.policies.fleet import Fleet, Report

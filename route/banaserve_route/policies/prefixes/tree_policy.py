@@ -60,19 +60,24 @@ class TreePolicy(Policy):
         hits = self._estimated(request)
         for target, known in request.known_hits.items():
             estimated = 0 if known.is_exact else hits.get(target, 0)
-            hits[target] = max(known.tokens, estimated)
-        return {target: hit for target, hit in hits.items() if hit}
+            if tokens := max(known.tokens, estimated):
+                hits[target] = tokens
+            else:
+                hits.pop(target, None)
+        return hits
 
     def _estimated(self, request: Request) -> dict[ReplicaId, int]:
-        """Return the hits by the prompts that were sent before."""
+        """Return the hits by the prompts that were sent before, without zeros."""
         num_units = len(request.prompt) // self.unit_bytes
         if not num_units:
             return {}
         matched = self.tree.match(request.prompt)
         if num_units == request.num_tokens:
             return matched
-        tokens_per_unit = request.num_tokens / num_units
-        return {target: int(units * tokens_per_unit) for target, units in matched.items()}
+        share = request.num_tokens / num_units
+        return {
+            target: tokens for target, units in matched.items() if (tokens := int(units * share))
+        }
 
     def longest_hit(
         self, candidates: Sequence[ReplicaView], hits: dict[ReplicaId, int]
