@@ -27,8 +27,9 @@ class System:
     Attributes:
         kind: Kind of the system, which names the row in results and selects the defaults; see
             ``preset``.
-        handover: ``store`` frees the KV of a prefill instance when its step ends; ``pull`` keeps
-            it until the decode instance has fetched it (DistServe).
+        handover: ``store`` frees the KV of a prefill instance when its step ends, and the step that
+            the request joins fetches it; ``pull`` keeps it until the decode instance has fetched
+            it, beside its steps (DistServe).
         cache: Place where prefixes are found: ``global`` in one store, ``local`` in each engine,
             ``node`` on the machine of the instance that computes the prompt, ``none`` nowhere.
         store_tokens: Capacity of the store, or of each machine's store, in tokens.

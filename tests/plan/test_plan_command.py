@@ -113,7 +113,6 @@ def test_an_overload_is_said(lengths: str, capsys: pytest.CaptureFixture[str]) -
         (["bursts", "--device", "h100_sxm"], "--device needs --model: a profile has its own"),
         (["bursts", "--model", "m"], "--model needs --device, such as h100_sxm"),
         (["bursts", "--model", "m", "--device", "d", "--instances", "2"], "give --gpus"),
-        (["bursts", "--model", "m", "--device", "d", "--elastic"], "forecast with a --profile"),
         (["--prompt-tokens", "9x", "--output-tokens", "9"], "give a number, or LOW-HIGH"),
         (["bursts", "--seeds", "1"], "--seeds 1: must be at least 2"),
         (["bursts", "--slo-ttft", "1e-4"], "--slo-ttft 0.0001: an idle engine takes"),

@@ -16,7 +16,13 @@ from banaserve.sim.result import LatencyLimits
 from banaserve.sim.trace import Arrival
 from banaserve_bench.plan.page.curves import Placed, find_curves, front
 from banaserve_bench.plan.search.advisor import advise, screen
-from banaserve_bench.plan.search.candidates import InstanceShape, colocated, fixed_candidates, split
+from banaserve_bench.plan.search.candidates import (
+    InstanceShape,
+    colocated,
+    elastic,
+    fixed_candidates,
+    split,
+)
 from banaserve_bench.plan.search.engines import AskedEngine, find_devices
 from banaserve_bench.plan.search.gain import MOST_RATIO, GoodputRuns, gain_of_one_load
 from banaserve_bench.plan.search.loads import PlanLoads
@@ -51,7 +57,12 @@ def _question(instances: int, **changes: object) -> PlanQuestion:
 
 def test_a_candidate_of_several_gpus_is_started_with_them() -> None:
     shape = InstanceShape(4, 131_072, True)
-    for one in (colocated(2, store=True, shape=shape), split(1, 1, 2048, shape, 256)):
+    limits = LatencyLimits(1.0, 0.02)
+    for one in (
+        colocated(2, store=True, shape=shape),
+        split(1, 1, 2048, shape, 256),
+        elastic(2, PROFILE.name, limits, shape),
+    ):
         config = parse_serve_argv(["MODEL", *one.words])
         assert config.vllm_argv[-2:] == ("--tensor-parallel-size", "4")
         gib = int(config.kv_store_size.removesuffix("GiB"))
@@ -177,3 +188,29 @@ def test_a_plan_of_a_model_and_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     # Four GPUs at 2 an hour each, for about 80 requests in 20 s.
     assert prices[0] == pytest.approx(1000 * 8 / 3600 / 4, rel=0.3)
     assert "requests/s in time" in told["expected"]
+
+
+@needs_package
+def test_elastic_roles_of_a_model_learn_the_measured_step_times() -> None:
+    devices = find_devices(AskedEngine("Qwen/Qwen3-32B", "h100_sxm", None, 4, None))
+    rows = [Arrival(n / 8, 2000, 60) for n in range(240)]
+    asked = _question(
+        4,
+        device=devices[0],
+        profile_name="",
+        limits=LatencyLimits(1.0, 0.03),
+        loads=PlanLoads(rows, [rows, rows], False),
+        has_elastic=True,
+        more_devices=devices[1:],
+    )
+    found = screen(asked, _silent)
+    [one] = [one for one in (*found.colocated, *found.others) if "elastic" in one.candidate.name]
+    device = asked.device_of(one.candidate)
+    assert one.candidate.num_instances * device.gpus == asked.num_gpus
+    config = parse_serve_argv(["MODEL", *one.candidate.words])
+    assert config.orchestrator.is_elastic
+    assert config.colocated == one.candidate.num_instances
+    # On engines twice as slow the policy has nothing but what they tell, and requests take longer.
+    slow = asked.run(one.candidate, rows, asked.scenarios[1]._replace(factor=2.0))
+    assert one.result["num_finished"] == slow["num_finished"] == len(rows)
+    assert slow["tpot_mean_s"] > 1.5 * one.result["tpot_mean_s"]

@@ -389,10 +389,10 @@ def pressed(view: InstanceView, longest_s: float) -> InstanceView:
 def test_prefill_that_waits_for_room_in_the_store_gets_no_more_instances():
     """The forecast alone would: its store has no end, and the prompts that wait look like a flood
     of prefill."""
-    options = ElasticOptions(profile=H100, ttft_s=0.5, roles="any")
+    options = ElasticOptions(profile=H100, ttft_s=0.5, tpot_s=0.02, roles="any")
     views = [view("p0", Role.PREFILL), *(view(f"d{n}", Role.DECODE) for n in range(3))]
-    long = {"prompt_tokens": 8000, "output_tokens": 10}
-    requests = [seen(n / 8, 10)._replace(**long) for n in range(400)]
+    long = {"prompt_tokens": 8000, "output_tokens": 100}
+    requests = [seen(n / 8, 100)._replace(**long) for n in range(400)]
     requests += [seen(49.9, 0, ended=False, instance="p0")._replace(**long) for n in range(40)]
     memory = LoadMemory(0.0, 50.0, num_instances=4)
 

@@ -39,7 +39,7 @@ OPT = profiles.load("opt-13b-a100")
 P, D = InstanceId("p0"), InstanceId("d0")
 SLOW = Distance(round_trip_s=0.02, bytes_per_s=1.25e9)
 QUICK = Distance(round_trip_s=1e-9, bytes_per_s=1e15)
-"""Better than the profile's own link, which stays what it is."""
+"""Way that takes no time beside the profile's own link."""
 
 
 def apart(way: Distance | None) -> Far:
@@ -58,17 +58,15 @@ def told(far: Far | None, placements: tuple[ModulePlacement, ...] = ()) -> Forec
 
 def test_a_hand_over_to_another_machine_takes_what_the_way_takes() -> None:
     near, far = told(None), told(apart(SLOW))
-    link = OPT.link
-    longer_s = 600 * OPT.model.token_bytes * (1 / SLOW.bytes_per_s - 1 / link.bytes_per_s)
-    longer_s += SLOW.round_trip_s - 2 * link.hop_s
+    longer_s = 600 * OPT.model.token_bytes / SLOW.bytes_per_s + SLOW.round_trip_s
     for one, other in zip(near.ends_s, far.ends_s, strict=True):
         assert other - one == pytest.approx(longer_s, abs=1e-6)
     assert far.mean < near.mean
 
 
 @pytest.mark.parametrize("far", [{}, apart(None), apart(QUICK)], ids=["none", "unknown", "quick"])
-def test_one_machine_an_unknown_way_and_one_that_is_no_slower_are_what_they_were(far) -> None:
-    assert told(far) == told(None)
+def test_one_machine_an_unknown_way_and_one_that_takes_no_time_are_what_they_were(far) -> None:
+    assert told(far).ends_s == pytest.approx(told(None).ends_s, abs=1e-6)
 
 
 def test_messages_of_a_module_on_another_machine_lengthen_each_step_of_its_host() -> None:

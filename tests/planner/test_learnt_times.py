@@ -127,7 +127,7 @@ def prompts_of_576_tokens(per_s: float) -> list[ObservedRequest]:
     return requests
 
 
-def decided(seen: list[InstanceView], per_s: float = 2.0, **options: Any) -> Decision:
+def decided(seen: list[InstanceView], per_s: float = 1.4, **options: Any) -> Decision:
     options = {"profile": PROFILE.name, "routing": "slo_aware", **options}
     situation = Situation(30.0, seen, prompts_of_576_tokens(per_s), None)
     return decide(situation, ElasticOptions(**options))
@@ -168,8 +168,8 @@ def test_without_limits_all_do_both_again_where_nothing_else_is_clearly_better(
 
 def test_without_limits_who_prefills_alone_stays_while_that_brings_more() -> None:
     """0.08 at this rate: less than what it takes to leave, more than what it takes to stay."""
-    assert decided(HALF, 2.0, **FASTER).changes == ()
-    assert decided(PLAIN, 2.0, **FASTER).changes == ()
+    assert decided(HALF, 1.4, **FASTER).changes == ()
+    assert decided(PLAIN, 1.4, **FASTER).changes == ()
 
 
 def test_without_limits_nothing_slower_is_chosen_in_an_overload() -> None:

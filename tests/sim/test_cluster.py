@@ -48,14 +48,22 @@ def built(system: System) -> tuple[Timeline, SimCluster]:
 
 @pytest.mark.parametrize("kind", ["static", "banaserve"])
 def test_a_request_on_two_instances_by_hand(kind: str) -> None:
-    """Prefill 127.132 ms, fetch 1,000 tokens at 25 GB/s and two hops, four decode steps."""
+    """Prefill 127.132 ms, a fetch of 1,000 tokens at 25 GB/s, four decode steps.
+
+    A pull takes two hops, too, and its bytes come before the first step; a fetch from the store
+    overlaps with that step, layer by layer.
+    """
     _, cluster = built(preset(kind, prefill=1, decode=1))
     cluster.run([SimRequest(0, 0.0, 1000, 5)])
     [request] = cluster.finished
     assert request.first_s == pytest.approx(0.127132)
-    fetch_s = 1000 * TOKEN_BYTES / 25e9 + 40e-6
-    steps_s = 4 * (0.01993 + 0.00003851) + 6.269e-7 * (1000 + 1001 + 1002 + 1003)
-    assert request.end_s == pytest.approx(0.127132 + fetch_s + steps_s)
+    fetch_s = 1000 * TOKEN_BYTES / 25e9
+    first_s, *later_s = (0.01993 + 0.00003851 + 6.269e-7 * (1000 + n) for n in range(4))
+    if kind == "static":
+        first_s += fetch_s + 40e-6
+    else:
+        first_s = overlapped_s(fetch_s, first_s, 0.0, PROFILE.model.num_layers)
+    assert request.end_s == pytest.approx(0.127132 + first_s + sum(later_s))
 
 
 @pytest.mark.parametrize(("kind", "is_kept"), [("static", True), ("banaserve", False)])
@@ -69,9 +77,9 @@ def test_pulling_keeps_the_kv_of_prefill_until_it_is_fetched(kind: str, is_kept:
     assert prefill.engine.used_tokens == 0
 
 
-def test_fetches_queue_up_at_a_link() -> None:
+def test_pulls_queue_up_at_a_link() -> None:
     """Two prompts computed side by side: the second one's KV comes 32.8 ms after the first's."""
-    _, cluster = built(preset("banaserve", prefill=2, decode=1, migration="still"))
+    _, cluster = built(preset("static", prefill=2, decode=1))
     cluster.run([SimRequest(n, 0.0, 1000, 2) for n in range(2)])
     first, second = sorted(cluster.finished, key=lambda request: request.end_s)
     assert first.first_s == second.first_s
@@ -381,19 +389,35 @@ def test_limits_of_goodput_are_above_zero() -> None:
 @pytest.mark.parametrize("plans_ahead", [False, True])
 def test_a_step_waits_for_the_kv_of_a_request_that_joins_it(plans_ahead: bool) -> None:
     costs = StepCosts(PROFILE)
-    ends_s: dict[bool, list[float]] = {}
-    for in_step in (False, True):
-        limits = {"fetches_in_step": in_step, "plans_ahead": plans_ahead}
-        system = preset("static", prefill=1, decode=1, handover="store", limits=limits)
+    ends_s: dict[str, list[float]] = {}
+    for handover in ("pull", "store"):
+        limits = {"plans_ahead": plans_ahead}
+        system = preset("static", prefill=1, decode=1, handover=handover, limits=limits)
         _, cluster = built(system)
         rows = ((0.0, 16, 60), (0.5, 1600, 2), (9.0, 1600, 2))
         cluster.run([SimRequest(number, *row) for number, row in enumerate(rows)])
         done = sorted(cluster.finished, key=lambda one: one.id)
-        ends_s[in_step] = [one.end_s - one.first_s for one in done]
+        ends_s[handover] = [one.end_s - one.first_s for one in done]
     fetch_s = 1600 * costs.fetch_token_s
     alone_s, _ = costs.mixed_s(0, 0, 1, 1600)
     waited_s = overlapped_s(fetch_s, alone_s, 0.0, PROFILE.model.num_layers)
-    assert ends_s[True][2] == pytest.approx(waited_s)
-    assert ends_s[False][2] == pytest.approx(fetch_s + alone_s, rel=1e-3)
-    # The other stream waits for it, too, and not where KV is fetched beside the steps.
-    assert ends_s[True][0] - ends_s[False][0] == pytest.approx(waited_s - alone_s, rel=0.05)
+    assert ends_s["store"][2] == pytest.approx(waited_s)
+    assert ends_s["pull"][2] == pytest.approx(fetch_s + alone_s, rel=1e-3)
+    # The other stream waits for it, too, and not where KV is pulled beside the steps.
+    assert ends_s["store"][0] - ends_s["pull"][0] == pytest.approx(waited_s - alone_s, rel=0.05)
+
+
+def test_a_step_waits_for_the_kv_of_all_requests_that_join_it() -> None:
+    _, cluster = built(preset("static", prefill=2, decode=1, handover="store"))
+    taken_s = []
+
+    def observe(start_s: float, took_s: float, steps: int, batch: int, tokens: int) -> None:
+        if batch == 3:
+            taken_s.append(took_s)
+
+    cluster.find("d0")[1].engine.observe = observe
+    rows = ((0.0, 16, 60), (0.5, 1600, 2), (0.5, 1600, 2))
+    cluster.run([SimRequest(number, *row) for number, row in enumerate(rows)])
+    step_s, _ = StepCosts(PROFILE).mixed_s(0, 0, 3, 3200)
+    waited_s = overlapped_s(3200 * TOKEN_BYTES / 25e9, step_s, 0.0, PROFILE.model.num_layers)
+    assert taken_s == pytest.approx([waited_s], rel=1e-3)

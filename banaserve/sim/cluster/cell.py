@@ -102,9 +102,8 @@ class Cell:
         self._listener = listener
         self._turn, self._lighter = turn, lighter
         self._token_bytes = profile.model.token_bytes
-        self._link = profile.link
-        self._token_s = self._token_bytes / self._link.bytes_per_s
-        self._hop_s = self._link.hop_s
+        self._token_s = self._token_bytes / profile.link.bytes_per_s
+        self._hop_s = profile.link.hop_s
         self._routing = routings.make_named(system.routing, start=turn, **system.routing_options)
         self._migration = migrations.make_named(system.migration, **system.migration_options)
         own = {name: self._profile_of(name, profile) for name, _ in roles}
@@ -284,26 +283,29 @@ class Cell:
         target.engine.submit(request)
         return False
 
-    def _fetch(self, engine: SimEngine, request: SimRequest) -> None:
-        """Fetch a request's KV, for which the engine has room; fetches queue up at its link."""
+    def _fetch(self, engine: SimEngine, request: SimRequest) -> int | None:
+        """Bring the KV of ``request``, for which the engine has room; see ``SimBatch``.
+
+        The step that a request joins fetches its KV from this machine's store, as the connector of
+        real engines does: it loads nothing beside steps. KV of another machine is first sent to
+        that store, and a pull needs no store: both are beside the steps, one after another.
+        """
         if request.prefill is None:  # adopted: the KV of the request is here already
-            self._timeline.at(self._timeline.now_s, engine.join, request)
-            return
+            return 0
         self.num_handed_over += 1
-        if engine.limits.fetches_in_step:
-            engine.join_fetching(request)
-            return
         instance = self.instances[engine.name]
-        start_s = max(self._timeline.now_s, instance.link_free_s)
-        token_s, hop_s = self._token_s, self._hop_s
-        if instance.id in (ways := request.prefill.far):
-            self.num_handed_far += 1
-            if (distance := ways[instance.id]) is not None:
-                link = self._link.over(distance)
-                token_s, hop_s = self._token_bytes / link.bytes_per_s, link.hop_s
-        done_s = start_s + request.kv_tokens * token_s + 2 * hop_s
-        instance.link_free_s = done_s
-        self._timeline.at(done_s, self._fetched, request)
+        self.num_handed_far += instance.id in request.prefill.far
+        distance = request.prefill.far.get(instance.id)
+        if distance is not None:
+            num_bytes = request.kv_tokens * self._token_bytes
+            taken_s = distance.round_trip_s + num_bytes / distance.bytes_per_s
+        elif self._system.handover == "store":
+            return request.kv_tokens
+        else:
+            taken_s = request.kv_tokens * self._token_s + 2 * self._hop_s
+        instance.link_free_s = max(self._timeline.now_s, instance.link_free_s) + taken_s
+        self._timeline.at(instance.link_free_s, self._fetched, request)
+        return None
 
     def _fetched(self, request: SimRequest) -> None:
         engine = request.decode.engine
@@ -317,7 +319,7 @@ class Cell:
             return
         if source is not None:
             source.release(request.kv_tokens)
-        engine.join(request)
+        engine.join(request, request.kv_tokens if source is None else 0)
 
     def _end(self, engine: SimEngine, request: SimRequest) -> None:
         instance = self.instances[engine.name]

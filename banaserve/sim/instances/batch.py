@@ -25,27 +25,25 @@ class EngineLimits:
             decoding requests can grow.
         plans_ahead: True if a step is planned when the one before it begins, as with vLLM's
             ``async_scheduling``; a request then waits for one step more.
-        fetches_in_step: True if KV from the store is fetched layer by layer in the first step of a
-            request that decodes, for which the others wait, as engines do; False if it is fetched
-            beside the steps.
     """
 
     step_tokens: int = 2048
     max_requests: int = 256
     watermark_fraction: float = 0.01
     plans_ahead: bool = False
-    fetches_in_step: bool = False
 
 
 class SimBatch:
     """State of a scheduler like vLLM's: first come, first served, preempting the last that came.
 
     Args:
-        fetch: Called with a request whose KV is elsewhere, once there is room for that KV.
+        fetch: Called with a request whose KV is elsewhere, once there is room for that KV. Returns
+            the number of tokens that the request's first step fetches, or None if
+            ``SimEngine.join`` is called once the KV has arrived.
     """
 
     def __init__(
-        self, limits: EngineLimits, kv_tokens: int, fetch: Callable[[SimRequest], None]
+        self, limits: EngineLimits, kv_tokens: int, fetch: Callable[[SimRequest], int | None]
     ) -> None:
         self.limits = limits
         self.kv_tokens = kv_tokens
@@ -140,10 +138,17 @@ class SimBatch:
                 self.prefilling.append(request)
             else:
                 self.loading[request.id] = request
-                self._fetch(request)
+                if (fetched_tokens := self._fetch(request)) is not None:
+                    self._join(request, fetched_tokens)
+
+    def _join(self, request: SimRequest, fetched_tokens: int) -> None:
+        """Let an admitted ``request`` decode from the next step on, which fetches its KV."""
+        del self.loading[request.id]
+        self._fetched_tokens += fetched_tokens
+        self._joining.append(request)
 
     def _take_fetched(self) -> int:
-        """Return and reset the prefix tokens to fetch for requests admitted since the last step."""
+        """Return and reset the tokens to fetch for requests admitted since the last step."""
         tokens, self._fetched_tokens = self._fetched_tokens, 0
         return tokens
 
@@ -243,7 +248,7 @@ class SimBatch:
             table.clear()
         for entries in (self._ends, self._joining, self._leaving, self._chunks):
             entries.clear()
-        self.used_tokens = self._context = 0
+        self.used_tokens = self._context = self._fetched_tokens = 0
         return sorted(lost, key=lambda request: request.id)
 
     def check(self) -> None:

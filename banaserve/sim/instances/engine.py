@@ -21,8 +21,7 @@ class SimEngine(SimBatch):
     """Simulated engine. Roles are the router's knowledge: any engine serves any leg.
 
     Args:
-        fetch: Called with a request whose KV is elsewhere, once there is room for that KV; calls
-            ``join`` when the KV has arrived.
+        fetch: Called with a request whose KV is elsewhere, as by ``SimBatch``.
         prefilled: Called when a prompt is computed; returns True if this engine decodes it, too.
         finished: Called when a request has its last token.
         left: Called with a request that leaves for another engine, as ``move_away`` has asked.
@@ -40,7 +39,7 @@ class SimEngine(SimBatch):
         costs: StepCosts,
         limits: EngineLimits,
         kv_tokens: int,
-        fetch: Callable[[SimEngine, SimRequest], None],
+        fetch: Callable[[SimEngine, SimRequest], int | None],
         prefilled: Callable[[SimEngine, SimRequest], bool],
         finished: Callable[[SimEngine, SimRequest], None],
         left: Callable[[SimEngine, SimRequest], None],
@@ -68,17 +67,15 @@ class SimEngine(SimBatch):
         self.waiting.append(request)
         self._wake()
 
-    def join(self, request: SimRequest) -> None:
-        """Let ``request``, whose KV has arrived, decode from the next step on."""
-        if self.loading.pop(request.id, None) is not None:
-            self._joining.append(request)
-            self._wake()
+    def join(self, request: SimRequest, fetched_tokens: int = 0) -> None:
+        """Let ``request``, whose KV has arrived, decode from the next step on.
 
-    def join_fetching(self, request: SimRequest) -> None:
-        """Let ``request`` decode from the next planned step on, which fetches its KV."""
-        del self.loading[request.id]
-        self._fetched_tokens += request.kv_tokens
-        self._joining.append(request)
+        Args:
+            fetched_tokens: Number of tokens whose KV that step fetches from the store.
+        """
+        if request.id in self.loading:
+            self._join(request, fetched_tokens)
+            self._wake()
 
     def release(self, tokens: int) -> None:
         """Free KV that was kept for another engine."""
@@ -184,7 +181,7 @@ class SimEngine(SimBatch):
             return
         now_s = self._timeline.now_s + self._stall_s
         self._stall_s = 0.0
-        is_single = bool(tokens or (self._fetched_tokens and self.limits.fetches_in_step))
+        is_single = bool(tokens or self._fetched_tokens)
         if is_single:
             first_s, work_s = self.costs.mixed_s(tokens, pairs, batch, self._context)
             if fetched := self._take_fetched():

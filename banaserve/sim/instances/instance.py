@@ -35,7 +35,7 @@ class SimInstance:
         inflight_tokens: Number of tokens that those requests had when they arrived.
         inflight_prefill_tokens: Number of these tokens that are still to be computed.
         fetch_token_s: Time to fetch the KV of one token, in seconds.
-        link_free_s: Time at which the last fetch in the link's queue will be done, in seconds.
+        link_free_s: Time at which the last transfer in the link's queue will be done, in seconds.
         far: Network paths to instances on other machines, as in the instance's view.
         is_ready: True if the instance serves, as far as the router knows.
         is_dirty: True if the view is out of date because something has changed.

@@ -193,7 +193,7 @@ def _question(options: PlanOptions) -> tuple[SimulationJob, PlanQuestion]:
     first = planned.seed if options.seed is None else options.seed
     return planned, PlanQuestion(
         device=devices[0],
-        profile_name=profile_name or devices[0].profile.name,
+        profile_name="" if options.model else profile_name or devices[0].profile.name,
         error=error,
         limits=planned.limits,
         loads=read_loads(planned, range(first, first + options.seeds)),
@@ -218,12 +218,9 @@ def _devices(options: PlanOptions) -> list[Device]:
         return []
     if options.device is None:
         raise UserError("--model needs --device, such as h100_sxm")
-    for name in ("profile", "step_times", "instances", "elastic"):
+    for name in ("profile", "step_times", "instances"):
         if getattr(options, name):
-            instead = {
-                "instances": "give --gpus",
-                "elastic": "roles that follow the load forecast with a --profile",
-            }.get(name, "leave it out, or --model")
+            instead = "give --gpus" if name == "instances" else "leave it out, or --model"
             raise UserError(f"--{name.replace('_', '-')} does not go with --model: {instead}")
     link = None if options.link_gb_per_s is None else 1e9 * options.link_gb_per_s
     gpus = options.gpus or DEFAULT_GPUS

@@ -130,9 +130,21 @@ def screen(
         show(glance)
     best = [*_arrangements(glance.colocated), *_arrangements(glance.others)]
     kept = [one for one in candidates if one.arrangement in best]
-    if asked.has_elastic and asked.instances > 1:
-        kept.append(elastic(asked.instances, asked.profile_name, asked.limits))
+    kept += _elastic(asked, glance)
     return _screened(asked, feasible, kept, asked.loads.first[:_SCREENED], tell)
+
+
+def _elastic(asked: PlanQuestion, glance: Screening) -> Iterator[Candidate]:
+    """Yield roles that follow the load, if asked for, on instances like those of the best system.
+
+    A single instance has no roles to change, so that systems of one do not count.
+    """
+    tried = [*glance.colocated, *glance.others]
+    several = [one for one in tried if one.candidate.num_instances > 1]
+    if asked.has_elastic and several:
+        best = max(several, key=lambda one: _rank(one.result, asked.limits)).candidate
+        shape = asked.shape(asked.device_of(best))
+        yield elastic(best.num_instances, asked.profile_name, asked.limits, shape)
 
 
 def _feasible_share(asked: PlanQuestion) -> float:

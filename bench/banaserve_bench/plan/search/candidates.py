@@ -131,21 +131,34 @@ def split(
         decode=decode,
         handover="store",
         cache="global",
-        limits={"step_tokens": step_tokens, "fetches_in_step": True},
+        limits={"step_tokens": step_tokens},
         store_tokens=shape.store_tokens(store_gib),
     )
     words = ("--pd", f"{prefill}:{decode}", *_store_words(store_gib))
     return _candidate(f"split {prefill}:{decode}{shape.suffix}", system, words, shape, store_gib)
 
 
-def elastic(instances: int, profile_name: str, limits: LatencyLimits) -> Candidate:
-    """Return instances whose roles and step sizes follow the load."""
+def elastic(
+    instances: int, profile_name: str, limits: LatencyLimits, shape: InstanceShape = _ONE_GPU
+) -> Candidate:
+    """Return instances whose roles and step sizes follow the load, with the store.
+
+    Args:
+        profile_name: Name or file of the profile that the policy forecasts with; empty for the step
+            times that instances learn.
+    """
     system = following(
-        preset("elastic", colocated=instances), profile_name, limits.ttft_s, limits.tpot_s
+        preset("elastic", colocated=instances, store_tokens=shape.store_tokens(USUAL_STORE_GIB)),
+        profile_name,
+        limits.ttft_s,
+        limits.tpot_s,
     )
     of_limits = ("--slo-ttft", f"{limits.ttft_s:g}", "--slo-tpot", f"{limits.tpot_s:g}")
-    name = f"{instances} elastic"
-    return Candidate(name, system, ("--instances", str(instances), *of_limits), name)
+    words = ("--instances", str(instances), *of_limits, *_store_words(USUAL_STORE_GIB))
+    if shape.engine_words:
+        words += ("--", *shape.engine_words)
+    name = f"{instances} elastic{shape.suffix}"
+    return Candidate(name, system, words, name, shape.gpus, USUAL_STORE_GIB)
 
 
 def fixed_candidates(

@@ -22,7 +22,8 @@ class PlanQuestion:
     """Load, device and limits that are planned for.
 
     Attributes:
-        profile_name: Name or file of the device's profile, for the elastic policy.
+        profile_name: Name or file of the device's profile, which the elastic policy forecasts with;
+            empty if there is no such file: instances then learn their step times.
         device: Instance of the fewest GPUs.
         error: Error of step times; None if it is unknown.
         instances: Number of instances of ``device`` in every candidate.
