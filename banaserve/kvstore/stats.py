@@ -53,6 +53,14 @@ class IndexCounters(msgspec.Struct, kw_only=True):
     quota_refusals: Annotated[
         int, counter("Slots refused to a tenant at its quota with all its slots in use.")
     ] = 0
+    asked_blocks: Annotated[
+        int, counter("Blocks that requests asked for, each request once, unless being written.")
+    ] = 0
+    found_blocks: Annotated[int, counter("Of these, blocks found in memory or a tier.")] = 0
+    new_blocks: Annotated[
+        float,
+        counter("Of these, an estimate of blocks never seen before: no store could have them."),
+    ] = 0.0
 
 
 class IndexStats(IndexCounters, kw_only=True):

@@ -63,7 +63,8 @@ class LookupKeys(_Message, frozen=True, tag="lookup"):
 class ExchangeSlots(_Message, frozen=True, tag="exchange"):
     """Request to lease and reserve slots, see ``StoreClient.exchange``.
 
-    ``reserve`` is a list of (key, its parent's key). 0 is no ``hold``.
+    ``reserve`` is a list of (key, its parent's key). 0 is no ``hold``. The store does not count the
+    keys of a request that ``is_repeated``.
     """
 
     seq: Number
@@ -75,6 +76,7 @@ class ExchangeSlots(_Message, frozen=True, tag="exchange"):
     num_readers: Readers = 1
 
 
+    is_repeated: bool = False
 class PushBlocks(_Message, frozen=True, tag="push"):
     """Order to send a prompt's blocks to the store ``to``, see ``StoreClient.push``."""
 

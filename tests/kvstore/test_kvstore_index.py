@@ -6,6 +6,7 @@ import pytest
 
 from banaserve.kvstore.index.index import BlockIndex
 from banaserve.kvstore.index.records import IndexEntry
+from banaserve.kvstore.index.seen_keys import SeenKeys
 from banaserve.kvstore.leases import Lookup
 
 ALICE, BOB = 1, 2
@@ -272,3 +273,36 @@ def test_freed_slots_are_reported_once() -> None:
     assert freed.slots == [0]
     index.clear()
     assert sorted(freed.slots) == [0, 0, 1]
+
+
+# ---- beside an unlimited store
+
+
+def test_a_block_that_was_never_seen_is_new_once() -> None:
+    index = BlockIndex(2)
+    index.count_asked([b"a", b"b"], 0)
+    assert (index.counters.asked_blocks, index.counters.found_blocks) == (2, 0)
+    assert index.counters.new_blocks == pytest.approx(2.0, abs=0.01)
+    fill(index, b"", b"a", b"b", b"c", b"d")
+    index.count_asked([b"a", b"b"], 0)  # evicted: an unlimited store would have them
+    index.count_asked([b"d"], 1)
+    index.count_asked([b"c", b"e"], 1)
+    assert (index.counters.asked_blocks, index.counters.found_blocks) == (7, 2)
+    assert index.counters.new_blocks == pytest.approx(3.0, abs=0.01)
+
+
+def test_a_block_that_another_request_writes_is_not_counted() -> None:
+    index = BlockIndex(2)
+    assert index.reserve(b"a", None, ALICE)
+    index.count_asked([b"a", b"b"], 0)
+    assert (index.counters.asked_blocks, index.counters.found_blocks) == (1, 0)
+
+
+def test_the_number_of_different_keys_is_known_within_a_few_percent() -> None:
+    """Within five standard errors, of 0.9% each; what was added before never counts."""
+    seen, total = SeenKeys(), 0.0
+    for number in range(1_000_000):
+        total += seen.add(number.to_bytes(32, "big"))
+        if number + 1 in (1000, 30_000, 1_000_000):
+            assert total == pytest.approx(number + 1, rel=5 * 0.0092)
+    assert sum(seen.add(number.to_bytes(32, "big")) for number in range(1000)) == 0.0

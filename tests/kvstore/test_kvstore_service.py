@@ -282,3 +282,16 @@ def test_bad_sizes(text: str) -> None:
 )
 def test_sizes_for_people(size_bytes: int, text: str) -> None:
     assert format_size(size_bytes) == text
+
+
+def test_what_a_request_asks_for_is_counted_once_and_by_namespace() -> None:
+    service = make_service()
+    for session_id, fingerprint in ((1, FINGERPRINT), (2, changed(revision="other"))):
+        join(service, session_id, fingerprint)
+    for session_id, is_repeated in ((1, False), (1, True), (2, False)):
+        service.answer(session_id, wire.ExchangeSlots(2, [KEY], [], is_repeated=is_repeated))
+    write(service, 1, OTHER)
+    exchange(service, 1, [OTHER, KEY], [])
+    stats = service.stats()
+    assert (stats.asked_blocks, stats.found_blocks) == (4, 1)
+    assert stats.new_blocks == pytest.approx(2.0, abs=0.01)

@@ -208,8 +208,9 @@ class StoreLink:
         compute_block_s: float = 0.0,
         hold: int = 0,
         num_readers: int = 1,
+        is_repeated: bool = False,
     ) -> Exchanged:
-        terms = (tenant, compute_block_s, hold, num_readers)
+        terms = (tenant, compute_block_s, hold, num_readers, is_repeated)
         asked = wire.ExchangeSlots(2, list(acquire), list(reserve), *terms)
         granted = self._answer(asked)
         if granted is None:

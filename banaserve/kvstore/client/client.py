@@ -121,6 +121,7 @@ class StoreClient:
         compute_block_s: float = 0.0,
         hold: int = 0,
         num_readers: int = 1,
+        is_repeated: bool = False,
     ) -> Exchanged:
         """Lease the longest prefix of ``acquire`` in the store, and reserve slots for new blocks.
 
@@ -138,6 +139,8 @@ class StoreClient:
             hold: Number of a hold: no block of these keys is evicted before ``end_hold`` of this
                 number, or for five minutes; 0 holds none.
             num_readers: Number of decode legs that each end the hold, from 1 to 65536.
+            is_repeated: True if the same request has asked for these keys before, so that the store
+                does not count them again.
 
         Raises:
             ValueError: A key is not of 16 to 64 bytes, there are more than 65536 keys, the tenant
@@ -151,7 +154,14 @@ class StoreClient:
         with self._lock:
             reply = self._link.call(
                 lambda seq: wire.ExchangeSlots(
-                    seq, list(acquire), list(reserve), tenant, compute_block_s, hold, num_readers
+                    seq,
+                    list(acquire),
+                    list(reserve),
+                    tenant,
+                    compute_block_s,
+                    hold,
+                    num_readers,
+                    is_repeated,
                 ),
                 wire.SlotsGranted,
             )

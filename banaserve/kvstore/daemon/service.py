@@ -297,6 +297,9 @@ class StoreService:
         # Hold once before the reservations, so that these do not evict blocks of the same prompt.
         self._hold(request, (*keys, *to_write))
         reserved = [
+        grant = promotion.grant
+        if not (request.is_repeated or promotion.undecided):
+            self.index.count_asked(keys, 0 if grant is None else len(grant.entries))
             self.index.reserve(
                 key,
                 None if parent is None else namespace + parent,
@@ -311,7 +314,6 @@ class StoreService:
         if not self.index.is_at_quota(request.tenant):
             lacking = (key for key, one in zip(to_write, reserved, strict=True) if one is None)
             num_refused = sum(self.index.get(key) is None for key in lacking)
-        grant = promotion.grant
         return wire.SlotsGranted(
             request.seq,
             None if grant is None else grant.lease_id,

@@ -16,6 +16,7 @@ from banaserve.kvstore.index.records import (
 )
 from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.stats import IndexCounters, IndexStats
+from banaserve.kvstore.index.seen_keys import SeenKeys
 
 _NO_WATCHER = SlotWatcher()
 
@@ -62,6 +63,7 @@ class BlockIndex:
         self._chains = Parents(self._entries)
         self._queue = EvictionQueue(self._is_evictable)
         self._tenants = Tenants(self._is_evictable, num_slots, tenant_quota)
+        self._seen = SeenKeys()
         self._tick = 0
         self._last_serial = 0
         self.num_leased = 0
@@ -150,6 +152,16 @@ class BlockIndex:
         return grant
 
     def extend(self, grant: Grant, entries: Sequence[IndexEntry]) -> None:
+    def count_asked(self, keys: Sequence[bytes], num_found: int) -> None:
+        """Count the blocks that a request asked for, of which it found the first ``num_found``.
+
+        Blocks that another request is writing, or that are on their way, are not counted.
+        """
+        missing = [key for key in keys[num_found:] if key not in self._entries]
+        self.counters.asked_blocks += num_found + len(missing)
+        self.counters.found_blocks += num_found
+        self.counters.new_blocks += sum(map(self._seen.add, missing))
+
         """Let a lease cover further ``entries``."""
         num_ready = 0
         for entry in entries:
@@ -420,6 +432,7 @@ class BlockIndex:
             self._settle(entry)
 
     def _end_hold_of(self, entry: IndexEntry) -> None:
+        self._seen.add(key)
         entry.num_holds -= 1
         self.num_held -= entry.num_holds == 0
 
