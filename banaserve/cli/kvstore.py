@@ -110,6 +110,7 @@ def store_rows(stats: StoreStats) -> list[Row]:
         ("coming up", f"{stats.promoting_slots} ({stats.joined} reads joined others)"),
         ("leases", f"{stats.num_leases} and {stats.num_holds} holds on {stats.leased_slots} slots"),
         ("held for hand-overs", f"{stats.held_slots} slots"),
+        ("kept for requests", f"{stats.kept_slots} slots ({stats.kept_given_way} given way)"),
         ("found for requests", _found(stats)),
         ("evictions", str(stats.evictions)),
         (

@@ -61,6 +61,9 @@ class IndexCounters(msgspec.Struct, kw_only=True):
         float,
         counter("Of these, an estimate of blocks never seen before: no store could have them."),
     ] = 0.0
+    kept_given_way: Annotated[
+        int, counter("Blocks no longer kept though their request had asked for a longer time.")
+    ] = 0
 
 
 class IndexStats(IndexCounters, kw_only=True):
@@ -77,6 +80,7 @@ class IndexStats(IndexCounters, kw_only=True):
     num_holds: Annotated[int, gauge("Prompts held until decode has read their blocks.")] = 0
     held_slots: Annotated[int, gauge("Slots with blocks of these prompts.")] = 0
     num_tenants: Annotated[int, gauge("Tenants that use at least one slot.")]
+    kept_slots: Annotated[int, gauge("Slots with blocks that requests have asked to keep.")] = 0
 
 
 class TierCounts(msgspec.Struct, kw_only=True):

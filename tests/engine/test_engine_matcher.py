@@ -64,6 +64,7 @@ class AccountingStore:
         told_also: Other store that the last end of a hold named; empty for none.
         unfetched: Number of blocks at other stores that there is no room for.
         counted: Keys asked for, without repetitions.
+        kept: Every request to keep blocks: (keys, keep_s).
     """
 
     def __init__(self) -> None:
@@ -77,6 +78,7 @@ class AccountingStore:
         self.told_also = ""
         self.unfetched = 0
         self.counted: list[bytes] = []
+        self.kept: list[tuple[list[bytes], float]] = []
         self.leases: dict[int, list[Slot]] = {}
         self.reservations: dict[int, bytes] = {}
         self.holds: set[int] = set()
@@ -140,6 +142,9 @@ class AccountingStore:
             have_read.add(reader)
         if reader is None or len(have_read) >= num_readers:
             self.holds.discard(hold)
+
+    def keep(self, keys: Sequence[bytes], keep_s: float) -> None:
+        self.kept.append((list(keys), keep_s))
 
     def push(
         self,
@@ -882,7 +887,7 @@ def test_a_decode_leg_waits_for_room_for_what_was_not_taken_of_a_push(
         assert bench.side.match(decode, 0) == 4 * BLOCK
 
 
-# ---- what the store counts
+# ---- what the store counts and keeps
 
 
 def test_the_blocks_of_a_request_are_counted_once(bench: Bench) -> None:
@@ -905,3 +910,25 @@ def test_what_an_earlier_leg_has_asked_for_is_not_counted(
 ) -> None:
     bench.side.match(bench.request(4, handover=handover, output=output), 0)
     assert bench.store.counted == []
+
+
+@pytest.mark.parametrize("leaves_tail", [True, False])
+def test_a_request_has_its_blocks_kept_from_the_start_and_from_its_end_on(
+    bench: Bench, leaves_tail: bool
+) -> None:
+    request = bench.request(4, handover=Handover(leaves_tail=leaves_tail, keep_s=60.0))
+    assert bench.side.match(request, 0) == 0
+    assert bench.store.kept == []
+    prompt = [*request.block_hashes]
+    bench.schedule(request, 0)
+    assert bench.store.kept == [(prompt, 60.0)]
+    request.append_output_token_ids(7)  # the double has further hashes for it
+    bench.side.finished(request.request_id)
+    assert bench.store.kept == [(prompt, 60.0), (request.block_hashes, 60.0)]
+
+
+def test_a_request_that_is_aborted_before_its_first_token_is_not_kept_again(bench: Bench) -> None:
+    request = bench.request(4, handover=Handover(keep_s=60.0))
+    bench.schedule(request, bench.side.match(request, 0) or 0)
+    bench.side.finished(request.request_id)
+    assert len(bench.store.kept) == 1

@@ -238,6 +238,9 @@ class StoreLink:
             granted.num_unfetched,
         )
 
+    def keep(self, keys: Sequence[bytes], keep_s: float) -> None:
+        self._tell(self._generation, wire.KeepBlocks(self._generation, list(keys), keep_s))
+
     def end_hold(self, hold: int, reader: int | None = None, also: str = "") -> None:
         self._tell(self._generation, wire.EndHold(self._generation, hold, reader, also))
 

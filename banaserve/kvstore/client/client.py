@@ -194,6 +194,22 @@ class StoreClient:
         with self._lock:
             self._link.tell(wire.EndHold(self._link.generation, hold, reader, also))
 
+    def keep(self, keys: Sequence[bytes], keep_s: float) -> None:
+        """Request to keep blocks for ``keep_s`` seconds from now, 3600 at most, without waiting.
+
+        The store evicts them earlier only if it is asked to keep more than a share of its slots, or
+        of the tenant's, or has no other block to evict.
+
+        Args:
+            keys: Keys of a chain from its first block on; those that the store lacks are left out.
+
+        Raises:
+            ValueError: A key is not of 16 to 64 bytes, or there are more than 65536 keys.
+        """
+        _check_keys(keys)
+        with self._lock:
+            self._link.tell(wire.KeepBlocks(self._link.generation, list(keys), keep_s))
+
     def arrivals(self, slots: Sequence[Slot]) -> list[Lookup]:
         """Return the states of the leased ``slots``, without a message: under 1 us a slot.
 
