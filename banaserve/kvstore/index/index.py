@@ -438,26 +438,26 @@ class BlockIndex:
     def _make_room(self, tenant: bytes) -> bool:
         counters = self.counters
         if self._tenants.is_full(tenant):
-            entry = self._victim(tenant)
+            entry = self._tenants.pop(tenant) or self._pop_kept(tenant)
             counters.quota_refusals += entry is None
             counters.quota_evictions += entry is not None
         elif self._free:
             return True
         else:
-            entry = self._victim()
+            entry = self._queue.pop() or self._pop_kept(None)
         if entry is None:
             return False
         counters.evictions += 1
         self._remove(entry)
         return True
 
-    def _victim(self, tenant: bytes | None = None) -> IndexEntry | None:
-        """Return a block to evict, of ``tenant`` if given; a kept one only if there is no other."""
-        while True:
-            entry = self._queue.pop() if tenant is None else self._tenants.pop(tenant)
-            if entry is not None or not self._kept.give_way(tenant):
-                return entry
+    def _pop_kept(self, tenant: bytes | None) -> IndexEntry | None:
+        """Let kept blocks, of ``tenant`` if given, give way until one can be evicted; return it."""
+        entry = None
+        while entry is None and self._kept.give_way(tenant):
             self.counters.kept_given_way += 1
+            entry = self._queue.pop() if tenant is None else self._tenants.pop(tenant)
+        return entry
 
     def _cover(self, entry: IndexEntry) -> None:
         self.num_leased += entry.num_leases == 0
@@ -522,8 +522,9 @@ class BlockIndex:
         self._watcher.became_free(entry)
 
     def _is_evictable(self, entry: IndexEntry) -> bool:
-        is_used = entry.num_leases or entry.num_pins or entry.key in self._chains.num_children
-        return entry.ready and not is_used and not entry.kept_until_s
+        if not entry.ready or entry.num_leases or entry.num_pins or entry.kept_until_s:
+            return False
+        return entry.key not in self._chains.num_children
 
     def _offer(self, entry: IndexEntry) -> None:
         if self._is_evictable(entry):

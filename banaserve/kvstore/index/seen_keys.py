@@ -6,7 +6,7 @@ import xxhash
 
 _INDEX_BITS = 13
 _NUM_REGISTERS = 1 << _INDEX_BITS
-_RANK_BITS = 64 - _INDEX_BITS
+_MAX_RANK = 64 - _INDEX_BITS + 1
 
 
 class SeenKeys:
@@ -25,8 +25,8 @@ class SeenKeys:
     def add(self, key: bytes) -> float:
         """Add a key; return for how many new keys it stands: 0.0 for a key added before."""
         bits = xxhash.xxh3_64_intdigest(key)
-        register = bits & (_NUM_REGISTERS - 1)
-        rank = _RANK_BITS + 1 - (bits >> _INDEX_BITS).bit_length()
+        register = bits % _NUM_REGISTERS
+        rank = _MAX_RANK - (bits >> _INDEX_BITS).bit_length()
         before = self._ranks[register]
         if rank <= before:
             return 0.0
