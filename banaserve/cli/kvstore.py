@@ -110,6 +110,8 @@ def store_rows(stats: StoreStats) -> list[Row]:
         ("coming up", f"{stats.promoting_slots} ({stats.joined} reads joined others)"),
         ("leases", f"{stats.num_leases} and {stats.num_holds} holds on {stats.leased_slots} slots"),
         ("held for hand-overs", f"{stats.held_slots} slots"),
+        ("kept for requests", f"{stats.kept_slots} slots ({stats.kept_given_way} given way)"),
+        ("found for requests", _found(stats)),
         ("evictions", str(stats.evictions)),
         (
             "tenants",
@@ -164,6 +166,17 @@ def _of(used_bytes: int, capacity_bytes: int) -> str:
 
 def _rate(num_hits: int, num_asked: int) -> str:
     return f"{num_hits / num_asked:.1%} of {num_asked} blocks hit" if num_asked else "none asked"
+
+
+def _found(stats: StoreStats) -> str:
+    """Return the share of requested blocks that were found, beside that of an unlimited store."""
+    if not (asked := stats.asked_blocks):
+        return "none asked"
+    findable = max(stats.found_blocks, asked - stats.new_blocks)
+    return (
+        f"{stats.found_blocks / asked:.1%} of {asked} blocks; an unlimited store would find about "
+        f"{findable / asked:.1%}"
+    )
 
 
 def _per_s(bytes_per_s: float) -> str:

@@ -42,7 +42,7 @@ from banaserve.frontdoor.lifecycle.closing import LastAnswers
 from banaserve.frontdoor.metrics import MetricsPage
 from banaserve.frontdoor.middleware.admission import BodyLimit, ConcurrencyLimit
 from banaserve.frontdoor.middleware.api_keys import KeyMiddleware
-from banaserve.frontdoor.middleware.request_context import CallTimes, RequestLimitsReader
+from banaserve.frontdoor.middleware.request_context import CallTimes, RequestHeaderReader
 from banaserve.serving.client import DisaggregatedClient
 from banaserve.serving.instances.cluster import Cluster
 from banaserve.serving.requests.suspects import EnginesDiedError
@@ -97,8 +97,8 @@ def guarded(app: ASGIApp, options: ApiServerOptions, grammars: GrammarChecker | 
     limited = BodyLimit(looked_at, options.max_body_bytes, held_bytes)
     counted = ConcurrencyLimit(limited, options.max_concurrent_requests)
     timed = WebSocketLimit(counted)
-    limits = RequestLimitsReader(timed, options.dilation)
-    return KeyMiddleware(limits, options.keys, options.metrics_key)
+    told = RequestHeaderReader(timed, options.dilation)
+    return KeyMiddleware(told, options.keys, options.metrics_key)
 
 
 def vllm_app(args: Namespace, tasks: tuple[Any, ...], model_config: ModelConfig | None) -> FastAPI:

@@ -53,6 +53,17 @@ class IndexCounters(msgspec.Struct, kw_only=True):
     quota_refusals: Annotated[
         int, counter("Slots refused to a tenant at its quota with all its slots in use.")
     ] = 0
+    asked_blocks: Annotated[
+        int, counter("Blocks that requests asked for, each request once, unless being written.")
+    ] = 0
+    found_blocks: Annotated[int, counter("Of these, blocks found in memory or a tier.")] = 0
+    new_blocks: Annotated[
+        float,
+        counter("Of these, an estimate of blocks never seen before: no store could have them."),
+    ] = 0.0
+    kept_given_way: Annotated[
+        int, counter("Blocks no longer kept though their request had asked for a longer time.")
+    ] = 0
 
 
 class IndexStats(IndexCounters, kw_only=True):
@@ -69,6 +80,7 @@ class IndexStats(IndexCounters, kw_only=True):
     num_holds: Annotated[int, gauge("Prompts held until decode has read their blocks.")] = 0
     held_slots: Annotated[int, gauge("Slots with blocks of these prompts.")] = 0
     num_tenants: Annotated[int, gauge("Tenants that use at least one slot.")]
+    kept_slots: Annotated[int, gauge("Slots with blocks that requests have asked to keep.")] = 0
 
 
 class TierCounts(msgspec.Struct, kw_only=True):

@@ -14,7 +14,7 @@ from banaserve.base.net.framing import Framing
 from banaserve.kvstore.fingerprint import MAX_PARTS, Fingerprint
 from banaserve.kvstore.stats import StoreStats
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_MESSAGE_BYTES = 16 * 2**20
 MAX_KEYS = 65536
 MIN_KEY_BYTES = 16
@@ -23,6 +23,7 @@ MAX_TENANT_BYTES = 64
 MAX_COMPUTE_BLOCK_S = 1e6
 MAX_PEERS = 1024
 MAX_READERS = 65536
+MAX_KEEP_S = 3600.0
 _MAX_INT = 2**63 - 1
 
 Key = Annotated[bytes, msgspec.Meta(min_length=MIN_KEY_BYTES, max_length=MAX_KEY_BYTES)]
@@ -32,6 +33,7 @@ Serials = Annotated[list[Number], msgspec.Meta(max_length=MAX_KEYS)]
 Part = Annotated[int, msgspec.Meta(ge=0, lt=MAX_PARTS)]
 Tenant = Annotated[bytes, msgspec.Meta(max_length=MAX_TENANT_BYTES)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_COMPUTE_BLOCK_S)]
+KeepSeconds = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_KEEP_S)]
 Readers = Annotated[int, msgspec.Meta(ge=1, le=MAX_READERS)]
 Reader = Annotated[int, msgspec.Meta(ge=0, lt=MAX_READERS)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -63,7 +65,8 @@ class LookupKeys(_Message, frozen=True, tag="lookup"):
 class ExchangeSlots(_Message, frozen=True, tag="exchange"):
     """Request to lease and reserve slots, see ``StoreClient.exchange``.
 
-    ``reserve`` is a list of (key, its parent's key). 0 is no ``hold``.
+    ``reserve`` is a list of (key, its parent's key). 0 is no ``hold``. The store does not count the
+    keys of a request that ``is_repeated``.
     """
 
     seq: Number
@@ -73,6 +76,7 @@ class ExchangeSlots(_Message, frozen=True, tag="exchange"):
     compute_block_s: Seconds = 0.0
     hold: Number = 0
     num_readers: Readers = 1
+    is_repeated: bool = False
 
 
 class PushBlocks(_Message, frozen=True, tag="push"):
@@ -120,6 +124,14 @@ class EndHold(_Message, frozen=True, tag="unhold"):
     hold: Number
     reader: Reader | None = None
     also: Annotated[str, msgspec.Meta(max_length=256)] = ""
+
+
+class KeepBlocks(_Message, frozen=True, tag="keep"):
+    """Request to keep blocks for a time, see ``StoreClient.keep``."""
+
+    generation: Number
+    keys: Keys
+    keep_s: KeepSeconds
 
 
 class GetStats(_Message, frozen=True, tag="stats"):
@@ -222,6 +234,7 @@ Request = (
     | Abandon
     | ReleaseLeases
     | EndHold
+    | KeepBlocks
     | GetStats
     | Clear
     | SetPeers
@@ -231,7 +244,7 @@ Reply = (
     Welcome | ClientRefused | LookupStates | SlotsGranted | Committed | Stats | Cleared | PeersSet
 )
 
-OneWay = PushBlocks | LayersWritten | Abandon | ReleaseLeases | EndHold
+OneWay = PushBlocks | LayersWritten | Abandon | ReleaseLeases | EndHold | KeepBlocks
 """Requests without an answer that name a generation."""
 
 REQUESTS: Framing[Request] = Framing(Request, MAX_MESSAGE_BYTES)

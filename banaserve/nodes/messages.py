@@ -85,6 +85,7 @@ class NodeStore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ssd_size: _Name
     distributed: _Word
     tenant_quota: float
+    kept_quota: float
     verify_memory: bool
     listen: _Name
     peers: _Words

@@ -67,6 +67,8 @@ logger = logging.getLogger(__name__)
 
 request_limits: ContextVar[RequestLimits] = ContextVar("request_limits", default=NO_LIMITS)
 """Latency limits that the request of the current task specifies."""
+request_keep_s: ContextVar[float] = ContextVar("request_keep_s", default=0.0)
+"""Time for which the request of the current task asks to keep its KV, in seconds."""
 
 _WEIGHTS = (
     "weights stay as they are while banaserve serves, since its store holds KV of these: restart it"
@@ -185,7 +187,14 @@ class DisaggregatedClient(EngineClient):
                 notes.note(LookedUp(cached_tokens, self._clock.now() - began_s))
             uncached_tokens = max(0, num_tokens - cached_tokens)
             whole = RequestContext(
-                request, prompt_text, blockers, deadline, notes, limits, uncached_tokens
+                request,
+                prompt_text,
+                blockers,
+                deadline,
+                notes,
+                limits,
+                uncached_tokens,
+                request_keep_s.get(),
             )
             if whole.params.n == 1:
                 sequences, run = [whole], run_request(whole, self._router)

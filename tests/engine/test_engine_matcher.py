@@ -63,6 +63,8 @@ class AccountingStore:
         pushed_holds: Of each push the number of its hold, and of readers.
         told_also: Other store that the last end of a hold named; empty for none.
         unfetched: Number of blocks at other stores that there is no room for.
+        counted: Keys asked for, without repetitions.
+        kept: Every request to keep blocks: (keys, keep_s).
     """
 
     def __init__(self) -> None:
@@ -75,6 +77,8 @@ class AccountingStore:
         self.pushed_holds: list[tuple[int, int]] = []
         self.told_also = ""
         self.unfetched = 0
+        self.counted: list[bytes] = []
+        self.kept: list[tuple[list[bytes], float]] = []
         self.leases: dict[int, list[Slot]] = {}
         self.reservations: dict[int, bytes] = {}
         self.holds: set[int] = set()
@@ -93,9 +97,11 @@ class AccountingStore:
         compute_block_s: float = 0.0,
         hold: int = 0,
         num_readers: int = 1,
+        is_repeated: bool = False,
     ) -> Exchanged:
         keys = [key for key, _ in reserve]
         self.exchanges.append((list(acquire), keys, tenant, compute_block_s))
+        self.counted += [] if is_repeated else acquire
         there = [key for key in acquire if self.held.get(key, MISS) is not MISS]
         slots = [self._slot(key) for key in acquire[: len(there)] if key in there]
         if hold:
@@ -136,6 +142,9 @@ class AccountingStore:
             have_read.add(reader)
         if reader is None or len(have_read) >= num_readers:
             self.holds.discard(hold)
+
+    def keep(self, keys: Sequence[bytes], keep_s: float) -> None:
+        self.kept.append((list(keys), keep_s))
 
     def push(
         self,
@@ -876,3 +885,50 @@ def test_a_decode_leg_waits_for_room_for_what_was_not_taken_of_a_push(
         bench.hold(decode, [HIT] * 4)
         bench.clock.now_s += ASK_FOR_ROOM_S
         assert bench.side.match(decode, 0) == 4 * BLOCK
+
+
+# ---- what the store counts and keeps
+
+
+def test_the_blocks_of_a_request_are_counted_once(bench: Bench) -> None:
+    request = bench.request(4)
+    bench.store.undecided = 1
+    assert bench.side.match(request, 0) is None
+    bench.pass_over()
+    bench.clock.now_s += ASK_AGAIN_S
+    for _ in range(3):  # it is matched and not scheduled
+        assert bench.side.match(request, 0) == 0
+        bench.pass_over()
+    assert bench.store.counted == 2 * request.block_hashes, "the store does not count the first"
+
+
+@pytest.mark.parametrize(
+    ("handover", "output"), [(Handover(tokens=4 * BLOCK), ()), (None, [7] * 20)]
+)
+def test_what_an_earlier_leg_has_asked_for_is_not_counted(
+    bench: Bench, handover: Handover | None, output: Sequence[int]
+) -> None:
+    bench.side.match(bench.request(4, handover=handover, output=output), 0)
+    assert bench.store.counted == []
+
+
+@pytest.mark.parametrize("leaves_tail", [True, False])
+def test_a_request_has_its_blocks_kept_from_the_start_and_from_its_end_on(
+    bench: Bench, leaves_tail: bool
+) -> None:
+    request = bench.request(4, handover=Handover(leaves_tail=leaves_tail, keep_s=60.0))
+    assert bench.side.match(request, 0) == 0
+    assert bench.store.kept == []
+    prompt = [*request.block_hashes]
+    bench.schedule(request, 0)
+    assert bench.store.kept == [(prompt, 60.0)]
+    request.append_output_token_ids(7)  # the double has further hashes for it
+    bench.side.finished(request.request_id)
+    assert bench.store.kept == [(prompt, 60.0), (request.block_hashes, 60.0)]
+
+
+def test_a_request_that_is_aborted_before_its_first_token_is_not_kept_again(bench: Bench) -> None:
+    request = bench.request(4, handover=Handover(keep_s=60.0))
+    bench.schedule(request, bench.side.match(request, 0) or 0)
+    bench.side.finished(request.request_id)
+    assert len(bench.store.kept) == 1

@@ -138,7 +138,7 @@ CASES = [
     Case(400, "fields", "--request-bound fields=N", posted({str(n): 0 for n in range(200)})),
     Case(400, "stops", "--request-bound stops=N", posted({"stop": ["a"] * 300})),
     Case(400, "messages", "has to be a JSON object", posted({"messages": [1, "a"]})),
-    Case(400, "slo", "give seconds, 0 or more", posted({}, "X-Banaserve-SLO-TTFT: soon")),
+    Case(400, "header", "give seconds, 0 or more", posted({}, "X-Banaserve-SLO-TTFT: soon")),
     Case(400, "tenant", "no tenant's name", posted({}, f"{TENANT_FIELD}: odd", key="balancer")),
     Case(
         *(400, "grammar", "grammar says no", posted(GRAMMAR)),

@@ -40,11 +40,12 @@ from banaserve.frontdoor.app import ApiServer
 from banaserve.frontdoor.middleware.admission import BodyLimit, ConcurrencyLimit
 from banaserve.frontdoor.middleware.api_keys import KeyMiddleware
 from banaserve.frontdoor.middleware.request_context import (
+    KEEP_HEADER,
     TPOT_HEADER,
     TTFT_HEADER,
-    RequestLimitsReader,
+    RequestHeaderReader,
 )
-from banaserve.serving.client import request_limits
+from banaserve.serving.client import request_keep_s, request_limits
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
@@ -111,7 +112,7 @@ async def test_each_of_several_keys_is_a_tenant() -> None:
 @pytest.mark.parametrize("name", [TTFT_HEADER, TPOT_HEADER])
 @pytest.mark.parametrize("text", ["-1", "soon", "nan", "inf", "", "1,5"])
 async def test_a_limit_that_is_no_number_of_seconds_is_refused(name: str, text: str) -> None:
-    async with client(RequestLimitsReader(echo)) as door:
+    async with client(RequestHeaderReader(echo)) as door:
         answer = await door.post("/v1/completions", headers={name: text})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == f"{name} is {text!r}: give seconds, 0 or more"
@@ -135,7 +136,7 @@ async def test_a_request_names_limits_of_its_own(
         seen.append(request_limits.get())
         await echo(scope, receive, send)
 
-    async with client(RequestLimitsReader(application)) as door:
+    async with client(RequestHeaderReader(application)) as door:
         assert (await door.post("/v1/x", headers=headers)).status_code == 200
         assert (await door.post("/v1/x")).status_code == 200
     assert seen == [wanted, RequestLimits()]
@@ -148,9 +149,32 @@ async def test_limits_of_its_own_are_stretched_as_the_engines_time_is() -> None:
         seen.append(request_limits.get())
         await echo(scope, receive, send)
 
-    async with client(RequestLimitsReader(application, dilation=4.0)) as door:
+    async with client(RequestHeaderReader(application, dilation=4.0)) as door:
         await door.post("/v1/x", headers={TTFT_HEADER: "0.5"})
     assert seen == [RequestLimits(ttft_s=2.0)]
+
+
+@pytest.mark.parametrize("text", ["-1", "soon", "nan", "inf", "", "3600.1"])
+async def test_a_time_to_keep_kv_that_is_none_is_refused(text: str) -> None:
+    async with client(RequestHeaderReader(echo)) as door:
+        answer = await door.post("/v1/completions", headers={KEEP_HEADER: text})
+    assert answer.status_code == 400
+    expected = f"{KEEP_HEADER} is {text!r}: give seconds, 0 to 3600"
+    assert answer.json()["error"]["message"] == expected
+
+
+@pytest.mark.parametrize(("text", "keep_s"), [("0", 0.0), ("90", 180.0), ("3600", 3600.0)])
+async def test_a_request_says_how_long_to_keep_its_kv(text: str, keep_s: float) -> None:
+    seen = []
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(request_keep_s.get())
+        await echo(scope, receive, send)
+
+    async with client(RequestHeaderReader(application, dilation=2.0)) as door:
+        await door.post("/v1/x", headers={KEEP_HEADER: text})
+        await door.post("/v1/x")
+    assert seen == [keep_s, 0.0]
 
 
 async def test_no_key_set_lets_everybody_in() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from banaserve.kvstore.index.index import BlockIndex
 from banaserve.kvstore.index.records import IndexEntry
+from banaserve.kvstore.index.seen_keys import SeenKeys
 from banaserve.kvstore.leases import Lookup
 
 ALICE, BOB = 1, 2
@@ -272,3 +273,116 @@ def test_freed_slots_are_reported_once() -> None:
     assert freed.slots == [0]
     index.clear()
     assert sorted(freed.slots) == [0, 0, 1]
+
+
+# ---- blocks that requests ask to keep
+
+
+def chained(index: BlockIndex, tenant: bytes, *keys: bytes) -> None:
+    """Write a chain of blocks."""
+    for key, parent in zip(keys, (None, *keys), strict=False):
+        reserved = index.reserve(key, parent, ALICE, tenant=tenant)
+        assert reserved is not None
+        assert index.commit(reserved[1], 0)
+    index.check()
+
+
+def test_what_is_kept_outlives_a_load_that_evicts_all_else() -> None:
+    index = BlockIndex(8, kept_quota=0.5)
+    chained(index, b"", b"a", b"b", b"c")
+    index.keep([b"a", b"b", b"c", b"not there"], until_s=60.0)
+    for number in range(100):
+        assert fill(index, b"", b"%d" % number) == 1
+    assert present(index, b"abc") == "abc"
+    index.expire_kept(59.9)
+    fill(index, b"", *(b"x%d" % number for number in range(8)))
+    assert present(index, b"abc") == "abc"
+    index.expire_kept(60.0)
+    fill(index, b"", *(b"y%d" % number for number in range(8)))
+    assert present(index, b"abc") == ""
+    assert index.counters.kept_given_way == 0
+
+
+def test_a_chain_that_is_too_long_is_kept_from_its_start_on() -> None:
+    index = BlockIndex(8, kept_quota=0.25)
+    chained(index, b"", b"a", b"b", b"c", b"d")
+    index.keep([b"a", b"b", b"c", b"d"], until_s=60.0)
+    fill(index, b"", *(b"%d" % number for number in range(8)))
+    assert present(index, b"abcd") == "ab"
+    assert (index.stats().kept_slots, index.counters.kept_given_way) == (2, 2)
+
+
+def test_the_oldest_gives_way_in_its_tenant_s_part_and_in_all() -> None:
+    index = BlockIndex(16, tenant_quota=0.5, kept_quota=0.5)
+    for tenant, keys in ((b"t", b"ab"), (b"t", b"cde"), (b"u", b"f"), (b"v", b"ghi")):
+        chain = [bytes([key]) for key in keys]
+        chained(index, tenant, *chain)
+        index.keep(chain, until_s=60.0)
+        index.check()
+    # Tenant t may keep four, all tenants eight.
+    kept = [chr(key) for key in b"abcdefghi" if (e := index.get(bytes([key]))) and e.kept_until_s]
+    assert "".join(kept) == "acdefghi"
+    chained(index, b"w", b"j")
+    index.keep([b"j"], until_s=60.0)
+    assert (index.stats().kept_slots, index.counters.kept_given_way) == (8, 2)
+    assert index.get(b"a").kept_until_s == 0  # type: ignore[union-attr]
+
+
+def test_what_is_kept_blocks_no_writer() -> None:
+    index = BlockIndex(4, kept_quota=1.0)
+    chained(index, b"", b"a", b"b", b"c", b"d")
+    index.keep([b"a", b"b", b"c", b"d"], until_s=60.0)
+    assert all(index.reserve(key, None, BOB) for key in (b"w", b"x", b"y", b"z"))
+    index.check()
+    assert index.counters.kept_given_way == 4
+
+
+def test_keeping_longer_counts_and_keeping_shorter_does_not() -> None:
+    index = BlockIndex(4, kept_quota=1.0)
+    chained(index, b"", b"a")
+    for until_s in (30.0, 60.0, 10.0):
+        index.keep([b"a"], until_s)
+    index.expire_kept(59.0)
+    assert index.stats().kept_slots == 1
+    index.expire_kept(60.0)
+    assert index.stats().kept_slots == 0
+
+
+def test_clearing_drops_what_is_kept() -> None:
+    index = BlockIndex(4, kept_quota=1.0)
+    chained(index, b"", b"a", b"b")
+    index.keep([b"a", b"b"], until_s=60.0)
+    assert (index.clear(), index.stats().kept_slots) == (2, 0)
+
+
+# ---- beside an unlimited store
+
+
+def test_a_block_that_was_never_seen_is_new_once() -> None:
+    index = BlockIndex(2)
+    index.count_asked([b"a", b"b"], 0)
+    assert (index.counters.asked_blocks, index.counters.found_blocks) == (2, 0)
+    assert index.counters.new_blocks == pytest.approx(2.0, abs=0.01)
+    fill(index, b"", b"a", b"b", b"c", b"d")
+    index.count_asked([b"a", b"b"], 0)  # evicted: an unlimited store would have them
+    index.count_asked([b"d"], 1)
+    index.count_asked([b"c", b"e"], 1)
+    assert (index.counters.asked_blocks, index.counters.found_blocks) == (7, 2)
+    assert index.counters.new_blocks == pytest.approx(3.0, abs=0.01)
+
+
+def test_a_block_that_another_request_writes_is_not_counted() -> None:
+    index = BlockIndex(2)
+    assert index.reserve(b"a", None, ALICE)
+    index.count_asked([b"a", b"b"], 0)
+    assert (index.counters.asked_blocks, index.counters.found_blocks) == (1, 0)
+
+
+def test_the_number_of_different_keys_is_known_within_a_few_percent() -> None:
+    """Within five standard errors, of 0.9% each; what was added before never counts."""
+    seen, total = SeenKeys(), 0.0
+    for number in range(1_000_000):
+        total += seen.add(number.to_bytes(32, "big"))
+        if number + 1 in (1000, 30_000, 1_000_000):
+            assert total == pytest.approx(number + 1, rel=5 * 0.0092)
+    assert sum(seen.add(number.to_bytes(32, "big")) for number in range(1000)) == 0.0

@@ -15,6 +15,7 @@ from banaserve.kvstore.leases import Lookup
 from depth import num_examples
 
 NUM_SLOTS = 3
+KEPT_QUOTA = 0.67
 KEYS = [bytes([ord("a") + i]) for i in range(5)]
 OWNERS = [1, 2]
 TENANTS = [b"", b"t"]
@@ -41,6 +42,7 @@ class Block:
     leases: int = 0
     pins: int = 0
     last_used: int = 0
+    kept_until_s: int = 0
 
 
 READY_BLOCK = Block(None, 0, 0, b"", ready=True)
@@ -75,7 +77,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.board = Board()
         quota = self.quota_slots / NUM_SLOTS
         self.corrupt: set[int] = set()
-        self.index = BlockIndex(NUM_SLOTS, self.board, None, quota, self.is_intact)
+        self.index = BlockIndex(NUM_SLOTS, self.board, None, quota, self.is_intact, KEPT_QUOTA)
         self.blocks: dict[bytes, Block] = {}
         self.dropped: list[Block] = []
         self.leases: dict[int, tuple[int, list[Block]]] = {}
@@ -85,6 +87,8 @@ class IndexMachine(RuleBasedStateMachine):
         self.pinned: list[IndexEntry] = []
         self.promotions: dict[int, IndexEntry] = {}
         self.tick = 0
+        self.kept: list[Block] = []
+        self.now_s = 1
 
     def is_intact(self, entry: IndexEntry) -> bool:
         return entry.serial not in self.corrupt
@@ -162,9 +166,9 @@ class IndexMachine(RuleBasedStateMachine):
         in_use = [*self.blocks.values(), *self.dropped]
         is_over = sum(block.tenant == tenant for block in in_use) >= self.quota_slots
         if is_over or len(in_use) == NUM_SLOTS:
-            victims = [k for k in self.evictable() if k != parent]
-            if is_over and self.quota_slots < NUM_SLOTS:
-                victims = [k for k in victims if self.blocks[k].tenant == tenant]
+            payer = tenant if is_over and self.quota_slots < NUM_SLOTS else None
+            while not (victims := self.victims(parent, payer)) and self.give_way(payer):
+                pass
             if not victims:
                 assert placed is None
                 return None
@@ -176,6 +180,47 @@ class IndexMachine(RuleBasedStateMachine):
         self.serials.append(serial)
         self.blocks[key] = Block(parent, slot, serial, tenant)
         return self.blocks[key]
+
+    def victims(self, parent: bytes | None, payer: bytes | None) -> list[bytes]:
+        """Blocks that may go for a child of ``parent``, of ``payer`` only where one is given."""
+        found = [key for key in self.evictable() if key != parent]
+        return [key for key in found if payer in (None, self.blocks[key].tenant)]
+
+    def give_way(self, payer: bytes | None) -> bool:
+        """Keep the block no longer that was kept first, of ``payer`` where one is given."""
+        kept = [block for block in self.kept if payer in (None, block.tenant)]
+        if kept:
+            self.keep_no_longer(kept[0])
+        return bool(kept)
+
+    def keep_no_longer(self, block: Block) -> None:
+        self.kept = [one for one in self.kept if one is not block]
+        block.kept_until_s = 0
+
+    @rule(wanted=st.lists(keys, min_size=1, max_size=4, unique=True), keep_s=st.integers(1, 3))
+    def keep(self, wanted: list[bytes], keep_s: int) -> None:
+        self.index.keep(wanted, self.now_s + keep_s)
+        given = [self.blocks[key] for key in wanted if key in self.blocks]
+        for block in reversed(given):
+            until_s = max(block.kept_until_s, self.now_s + keep_s)
+            self.keep_no_longer(block)
+            self.kept.append(block)
+            block.kept_until_s = until_s
+        for tenant in TENANTS:
+            while self.num_kept(tenant) > int(KEPT_QUOTA * self.quota_slots):
+                self.give_way(tenant)
+        while len(self.kept) > int(KEPT_QUOTA * NUM_SLOTS):
+            self.give_way(None)
+
+    def num_kept(self, tenant: bytes) -> int:
+        return sum(block.tenant == tenant for block in self.kept)
+
+    @rule()
+    def expire_kept(self) -> None:
+        self.now_s += 1
+        self.index.expire_kept(self.now_s)
+        for block in [one for one in self.kept if one.kept_until_s <= self.now_s]:
+            self.keep_no_longer(block)
 
     def drop_block(self, key: bytes) -> None:
         block = self.blocks[key]
@@ -247,6 +292,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def forget_unwritten(self, key: bytes) -> None:
         gone = self.blocks.pop(key)
+        self.keep_no_longer(gone)
         for hold, held in self.holds.items():
             gone.leases -= sum(block is gone for block in held)
             self.holds[hold] = [block for block in held if block is not gone]
@@ -350,6 +396,8 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.blocks) == NUM_SLOTS)
     @rule()
     def clear(self) -> None:
+        for block in self.kept:
+            self.keep_no_longer(block)
         num_dropped = 0
         while victims := self.evictable():
             del self.blocks[victims[0]]
@@ -371,6 +419,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.stats().num_holds == len(self.holds)
         held = {block.serial for blocks in self.holds.values() for block in blocks}
         assert self.index.num_held == len(held)
+        assert self.index.stats().kept_slots == len(self.kept)
         assert self.index.num_leased == sum(block.leases > 0 for block in in_use)
         words = {block.slot: ("failed", block.serial) for block in self.dropped}
         for block in self.blocks.values():
@@ -386,7 +435,8 @@ class IndexMachine(RuleBasedStateMachine):
         return [
             key
             for key, block in self.blocks.items()
-            if block.ready and not block.leases and not block.pins and key not in parents
+            if block.ready and key not in parents
+            if not (block.leases or block.pins or block.kept_until_s)
         ]
 
     def is_ancestor(self, key: bytes, of: bytes | None) -> bool:

@@ -70,6 +70,8 @@ def test_the_scheme_chooses_the_tier() -> None:
         (StoreOptions(size="1GiB", tenant_quota=0.0), "quota"),
         (StoreOptions(size="1GiB", tenant_quota=1.5), "quota"),
         (StoreOptions(size="1GiB", tenant_quota=float("nan")), "quota"),
+        (StoreOptions(size="1GiB", kept_quota=1.5), "kept blocks"),
+        (StoreOptions(size="1GiB", kept_quota=float("nan")), "kept blocks"),
     ],
 )
 def test_options_that_make_no_sense(options: StoreOptions, expected: str) -> None:
@@ -80,7 +82,8 @@ def test_options_that_make_no_sense(options: StoreOptions, expected: str) -> Non
 def test_the_daemon_gets_what_serve_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     argv = ["--kv-store-size", "3GiB", "--kv-store-ssd", "/cache", "--kv-store-ssd-size", "5GiB"]
     argv += ["--kv-store-distributed", "mooncake://h:1", "--kv-store-tenant-quota", "0.25"]
-    options = StoreOptions.of(parse_serve_argv([*argv, "--kv-store-verify"]))
+    argv += ["--kv-store-kept-quota", "0.5", "--kv-store-verify"]
+    options = StoreOptions.of(parse_serve_argv(argv))
     seen = []
     monkeypatch.setattr("banaserve.kvstore.daemon.process.serve", seen.append)
     for name, value in options.environment().items():
@@ -92,7 +95,8 @@ def test_the_daemon_gets_what_serve_was_given(monkeypatch: pytest.MonkeyPatch) -
     assert given == DaemonOptions(**common, socket_path=SOCKET)
     assert (given.ssd, given.ssd_size) == (Path("/cache"), "5GiB")
     assert given.distributed == "mooncake://h:1"
-    assert (given.pool_bytes, given.tenant_quota, given.verify_memory) == (3 * 2**30, 0.25, True)
+    assert (given.pool_bytes, given.verify_memory) == (3 * 2**30, True)
+    assert (given.tenant_quota, given.kept_quota) == (0.25, 0.5)
 
 
 @pytest.mark.parametrize("quota", ["0", "-1", "2", "nan"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import selectors
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -41,7 +43,12 @@ def make_pool() -> SlotPool:
     return pool
 
 
-def make_service(pool: SlotPool | None = None, *, poisons: bool = False) -> StoreService:
+def make_service(
+    pool: SlotPool | None = None,
+    *,
+    poisons: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+) -> StoreService:
     board, selector = Board(POOL_BYTES), selectors.DefaultSelector()
     carved = CarvedPool(pool or make_pool(), board, poisons=poisons)
     tiering = Tiering([], carved, selector)
@@ -50,7 +57,7 @@ def make_service(pool: SlotPool | None = None, *, poisons: bool = False) -> Stor
     made.callback(tiering.close, 0.0)
     pushing = Pushing(b"", selector, carved)
     made.callback(pushing.close)
-    return StoreService(carved, tiering, pushing, lambda _: None)
+    return StoreService(carved, tiering, pushing, lambda _: None, clock)
 
 
 def changed(**fields: Any) -> Fingerprint:
@@ -282,3 +289,32 @@ def test_bad_sizes(text: str) -> None:
 )
 def test_sizes_for_people(size_bytes: int, text: str) -> None:
     assert format_size(size_bytes) == text
+
+
+def test_what_a_request_asks_for_is_counted_once_and_by_namespace() -> None:
+    service = make_service()
+    for session_id, fingerprint in ((1, FINGERPRINT), (2, changed(revision="other"))):
+        join(service, session_id, fingerprint)
+    for session_id, is_repeated in ((1, False), (1, True), (2, False)):
+        service.answer(session_id, wire.ExchangeSlots(2, [KEY], [], is_repeated=is_repeated))
+    write(service, 1, OTHER)
+    exchange(service, 1, [OTHER, KEY], [])
+    stats = service.stats()
+    assert (stats.asked_blocks, stats.found_blocks) == (4, 1)
+    assert stats.new_blocks == pytest.approx(2.0, abs=0.01)
+
+
+def test_a_request_keeps_the_blocks_of_its_own_namespace_for_a_time() -> None:
+    clock = SimpleNamespace(now_s=100.0)
+    service = make_service(clock=lambda: clock.now_s)
+    generation = join(service, 1, FINGERPRINT).generation
+    join(service, 2, changed(revision="other"))
+    write(service, 1, KEY)
+    service.answer(2, wire.KeepBlocks(generation, [KEY], 30.0))
+    service.answer(1, wire.KeepBlocks(generation + 1, [KEY], 30.0))
+    assert service.stats().kept_slots == 0
+    service.answer(1, wire.KeepBlocks(generation, [KEY], 30.0))
+    for now_s, num_kept in ((129.9, 1), (130.0, 0)):
+        clock.now_s = now_s
+        exchange(service, 1, [], [])
+        assert service.stats().kept_slots == num_kept

@@ -157,7 +157,9 @@ class Store:
         )
         self.tiering = Tiering(attached, carved, self.selector, lambda: self.now_s)
         pushing = Pushing(b"", self.selector, carved)
-        self.service = StoreService(carved, self.tiering, pushing, lambda _: None)
+        self.service = StoreService(
+            carved, self.tiering, pushing, lambda _: None, lambda: self.now_s
+        )
         for close in (self.selector.close, self.board.close, self.pool.close):
             stack.callback(close)
         stack.callback(self.tiering.close, 5.0)

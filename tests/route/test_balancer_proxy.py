@@ -42,6 +42,20 @@ async def test_a_chunked_body_goes_on_with_its_length(house):
     assert replica.asked[0].field("x-session-id") is None
 
 
+async def test_what_a_client_asks_of_the_server_in_fields_goes_on(house):
+    replica = await house.replica()
+    await house.balance(replica)
+    caller = await house.caller()
+    await caller.send(
+        b"POST /v1/completions HTTP/1.1\r\nHost: b\r\nContent-Length: 0\r\n"
+        b"X-Banaserve-Keep: 60\r\nX-Banaserve-SLO-TTFT: 2\r\nX-Banaserve-Other: 1\r\n\r\n"
+    )
+    assert (await caller.reply()).status == 200
+    [asked] = replica.asked
+    assert (asked.field("x-banaserve-keep"), asked.field("x-banaserve-slo-ttft")) == ("60", "2")
+    assert asked.field("x-banaserve-other") is None
+
+
 async def test_each_event_of_a_stream_comes_before_the_next_is_made(house):
     go_on = asyncio.Event()
 

@@ -146,6 +146,12 @@ def test_of_a_leg_that_goes_on_after_a_death_all_is_looked_up() -> None:
     assert "kv_transfer_params" not in (params.extra_args or {})
 
 
+def test_what_a_leg_keeps_it_keeps_after_a_death_too() -> None:
+    told = Handover(tokens=10, hold=3, keep_s=60.0)
+    params = params_of(decode_leg(request(greedy()), [7, 8, 9], told))
+    assert Handover.of((params.extra_args or {})["kv_transfer_params"]) == Handover(keep_s=60.0)
+
+
 def test_only_what_draws_gets_a_seed_and_never_another_one() -> None:
     draws, seeded, certain = (
         SamplingParams(temperature=0.7),
@@ -240,6 +246,7 @@ def test_the_decode_leg_says_what_the_store_has(told: Handover | None, note: Han
         Handover(leaves_tail=True, push_to="10.0.0.2:7100"),
         Handover(tokens=300),
         Handover(is_stored=True),
+        Handover(is_stored=True, keep_s=3600.0),
     ],
 )
 def test_a_handover_survives_its_way_through_vllm(handover: Handover) -> None:

@@ -208,8 +208,9 @@ class StoreLink:
         compute_block_s: float = 0.0,
         hold: int = 0,
         num_readers: int = 1,
+        is_repeated: bool = False,
     ) -> Exchanged:
-        terms = (tenant, compute_block_s, hold, num_readers)
+        terms = (tenant, compute_block_s, hold, num_readers, is_repeated)
         asked = wire.ExchangeSlots(2, list(acquire), list(reserve), *terms)
         granted = self._answer(asked)
         if granted is None:
@@ -236,6 +237,9 @@ class StoreLink:
             granted.num_held,
             granted.num_unfetched,
         )
+
+    def keep(self, keys: Sequence[bytes], keep_s: float) -> None:
+        self._tell(self._generation, wire.KeepBlocks(self._generation, list(keys), keep_s))
 
     def end_hold(self, hold: int, reader: int | None = None, also: str = "") -> None:
         self._tell(self._generation, wire.EndHold(self._generation, hold, reader, also))

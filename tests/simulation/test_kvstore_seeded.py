@@ -70,6 +70,7 @@ class Run:
             self.end_copies: 12,
             self.break_tier: 0.02,
             self.clear: 0.05,
+            self.keep: 3,
             self.forget: 3,
             self.wait: 2,
             self.hang: 0.02,
@@ -158,6 +159,13 @@ class Run:
             return
         _, granted, _ = client.leases.pop(self.draws.randrange(len(client.leases)))
         self.store.release(granted)
+
+    def keep(self) -> None:
+        client = self.alive()
+        if client is not None:
+            chain, keep_s = self.draws.choice(CHAINS), self.draws.choice([0.5, 5.0])
+            told = wire.KeepBlocks(self.store.generation, chain, keep_s)
+            self.store.service.answer(client.session, told)
 
     def die(self) -> None:
         client = self.alive()

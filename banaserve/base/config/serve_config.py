@@ -53,6 +53,8 @@ LEAST_GUEST_SHARE = 0.05
 _MAX_DILATION = 1000.0
 _SHARE_OF_SEVERAL = 0.5
 """Largest store share of one of several tenants: it cannot evict all blocks of the others."""
+KEPT_QUOTA = 0.25
+"""Largest share of the store that requests may keep: most of it follows the load."""
 _STARTS = ("auto", "fork", "spawn")
 PORT_RULE = Rule(lambda value: 0 < value < 65536, "must be between 1 and 65535")
 
@@ -388,6 +390,12 @@ class ServeConfig:
         rule=Rule(
             lambda value: 0.0 < value <= 1.0, "a share of the memory, more than 0 and at most 1"
         ),
+    )
+    kv_store_kept_quota: float = _store(
+        "share of the memory, and of the part of each API key, for KV that requests ask to keep",
+        KEPT_QUOTA,
+        metavar="FRACTION",
+        rule=Rule(lambda value: 0.0 <= value <= 1.0, "a share of the memory, from 0 to 1"),
     )
     kv_store_fetch: str = _store(
         "fetch as much of a prefix as is faster than computing it (cheaper), or all of it (always)",

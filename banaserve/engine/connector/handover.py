@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from banaserve.kvstore.wire import MAX_READERS
+from banaserve.kvstore.wire import MAX_READERS, KeepSeconds
 
 _KEY = "banaserve_handover"
 
@@ -29,6 +29,7 @@ class Handover(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
         pushed_from: Store on the machine of this decode leg's prefill leg, as ``HOST:PORT``, if it
             is another machine; that store keeps the blocks too. Empty for none.
         is_stored: True for a leg without a prefill leg, because the store has its prompt.
+        keep_s: Time for which the request asks to keep its blocks, in seconds; 0 if it does not.
     """
 
     leaves_tail: bool = False
@@ -39,6 +40,7 @@ class Handover(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     num_readers: Annotated[int, msgspec.Meta(ge=1, le=MAX_READERS)] = 1
     reader: Annotated[int, msgspec.Meta(ge=0, lt=MAX_READERS)] = 0
     pushed_from: str = ""
+    keep_s: KeepSeconds = 0.0
 
     @classmethod
     def of(cls, kv_transfer_params: Mapping[str, Any] | None) -> Handover:

@@ -1,11 +1,11 @@
-"""Context of a request: its times, for traces, and the latency limits (SLOs) in its headers."""
+"""Context of a request: its times, for traces, and what its headers ask for."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Awaitable
 from http import HTTPStatus
-from math import isfinite
+from math import inf, isfinite
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
@@ -14,7 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from banaserve.base.errors import UserError
 from banaserve.base.types import RequestLimits
 from banaserve.frontdoor.edge.refusals import refuse
-from banaserve.serving.client import request_limits
+from banaserve.kvstore.wire import MAX_KEEP_S
+from banaserve.serving.client import request_keep_s, request_limits
 from banaserve.serving.tracing.request_log import HttpCall, http_call
 
 if TYPE_CHECKING:
@@ -82,14 +83,15 @@ def _timed_send(call: HttpCall, send: Send) -> Send:
 
 TTFT_HEADER = "X-Banaserve-SLO-TTFT"
 TPOT_HEADER = "X-Banaserve-SLO-TPOT"
-_NAMES = frozenset(name.lower().encode() for name in (TTFT_HEADER, TPOT_HEADER))
+KEEP_HEADER = "X-Banaserve-Keep"
+_NAMES = frozenset(name.lower().encode() for name in (TTFT_HEADER, TPOT_HEADER, KEEP_HEADER))
 
 
-class RequestLimitsReader:
-    """Middleware that keeps a request's limits for its routing; answers 400 to wrong values.
+class RequestHeaderReader:
+    """Middleware that reads limits of a request, and how long to keep its KV; 400 to wrong values.
 
     Args:
-        dilation: Wall seconds of the server for one second in a request's limits.
+        dilation: Wall seconds of the server for one second in a request's headers.
     """
 
     def __init__(self, app: ASGIApp, dilation: float = 1.0) -> None:
@@ -100,16 +102,20 @@ class RequestLimitsReader:
         if scope["type"] != "http" or not _names_any(scope):
             await self._app(scope, receive, send)
             return
+        headers = Headers(scope=scope)
         try:
-            limits = limits_of(Headers(scope=scope), self._dilation)
+            limits = limits_of(headers, self._dilation)
+            keep_s = self._dilation * (_seconds(headers, KEEP_HEADER, MAX_KEEP_S) or 0.0)
         except UserError as wrong:
-            await refuse("slo", HTTPStatus.BAD_REQUEST, str(wrong))(scope, receive, send)
+            await refuse("header", HTTPStatus.BAD_REQUEST, str(wrong))(scope, receive, send)
             return
-        before = request_limits.set(limits)
+        limits_before = request_limits.set(limits)
+        keep_before = request_keep_s.set(min(keep_s, MAX_KEEP_S))
         try:
             await self._app(scope, receive, send)
         finally:
-            request_limits.reset(before)
+            request_limits.reset(limits_before)
+            request_keep_s.reset(keep_before)
 
 
 def _names_any(scope: Scope) -> bool:
@@ -127,7 +133,7 @@ def limits_of(headers: Headers, dilation: float = 1.0) -> RequestLimits:
     return RequestLimits(*(None if one is None else one * dilation for one in found))
 
 
-def _seconds(headers: Headers, name: str) -> float | None:
+def _seconds(headers: Headers, name: str, most: float = inf) -> float | None:
     text = headers.get(name)
     if text is None:
         return None
@@ -135,6 +141,7 @@ def _seconds(headers: Headers, name: str) -> float | None:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not isfinite(seconds) or seconds < 0:
-        raise UserError(f"{name} is {text[:40]!r}: give seconds, 0 or more")
+    if not isfinite(seconds) or not 0 <= seconds <= most:
+        wanted = "0 or more" if most == inf else f"0 to {most:g}"
+        raise UserError(f"{name} is {text[:40]!r}: give seconds, {wanted}")
     return seconds

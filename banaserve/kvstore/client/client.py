@@ -121,6 +121,7 @@ class StoreClient:
         compute_block_s: float = 0.0,
         hold: int = 0,
         num_readers: int = 1,
+        is_repeated: bool = False,
     ) -> Exchanged:
         """Lease the longest prefix of ``acquire`` in the store, and reserve slots for new blocks.
 
@@ -138,6 +139,8 @@ class StoreClient:
             hold: Number of a hold: no block of these keys is evicted before ``end_hold`` of this
                 number, or for five minutes; 0 holds none.
             num_readers: Number of decode legs that each end the hold, from 1 to 65536.
+            is_repeated: True if the same request has asked for these keys before, so that the store
+                does not count them again.
 
         Raises:
             ValueError: A key is not of 16 to 64 bytes, there are more than 65536 keys, the tenant
@@ -151,7 +154,14 @@ class StoreClient:
         with self._lock:
             reply = self._link.call(
                 lambda seq: wire.ExchangeSlots(
-                    seq, list(acquire), list(reserve), tenant, compute_block_s, hold, num_readers
+                    seq,
+                    list(acquire),
+                    list(reserve),
+                    tenant,
+                    compute_block_s,
+                    hold,
+                    num_readers,
+                    is_repeated,
                 ),
                 wire.SlotsGranted,
             )
@@ -183,6 +193,22 @@ class StoreClient:
         """
         with self._lock:
             self._link.tell(wire.EndHold(self._link.generation, hold, reader, also))
+
+    def keep(self, keys: Sequence[bytes], keep_s: float) -> None:
+        """Request to keep blocks for ``keep_s`` seconds from now, 3600 at most, without waiting.
+
+        The store evicts them earlier only if it is asked to keep more than a share of its slots, or
+        of the tenant's, or has no other block to evict.
+
+        Args:
+            keys: Keys of a chain from its first block on; those that the store lacks are left out.
+
+        Raises:
+            ValueError: A key is not of 16 to 64 bytes, or there are more than 65536 keys.
+        """
+        _check_keys(keys)
+        with self._lock:
+            self._link.tell(wire.KeepBlocks(self._link.generation, list(keys), keep_s))
 
     def arrivals(self, slots: Sequence[Slot]) -> list[Lookup]:
         """Return the states of the leased ``slots``, without a message: under 1 us a slot.

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import xxhash
 
+from banaserve.base.config.serve_config import KEPT_QUOTA
 from banaserve.kvstore.index.index import BlockIndex
 from banaserve.kvstore.index.records import IndexEntry, SlotWatcher
 from banaserve.kvstore.pool import Board, SlotPool
@@ -28,6 +29,7 @@ class CarvedPool(SlotWatcher):
 
     Args:
         tenant_quota: Largest share of the slots that one tenant may use; 1 sets no limit.
+        kept_quota: Largest share of the slots that requests may keep, see ``BlockIndex``.
         poisons: True to overwrite freed slots.
         verifies: True to compute a checksum of each slot that becomes readable.
 
@@ -46,6 +48,7 @@ class CarvedPool(SlotWatcher):
         board: Board,
         *,
         tenant_quota: float = 1.0,
+        kept_quota: float = KEPT_QUOTA,
         poisons: bool = False,
         verifies: bool = False,
     ) -> None:
@@ -55,7 +58,7 @@ class CarvedPool(SlotWatcher):
         self.on_ready: Callable[[IndexEntry], None] = lambda _: None
         self.on_gone: Callable[[IndexEntry], None] = lambda _: None
         self._board = board
-        self._tenant_quota = tenant_quota
+        self._quotas = tenant_quota, kept_quota
         self._poisons = poisons
         self._verifies = verifies
 
@@ -76,7 +79,10 @@ class CarvedPool(SlotWatcher):
         self.generation = secrets.randbelow(2**63 - 1) + 1
         self.slot_bytes = slot_bytes
         is_intact = self._is_intact if self._verifies else None
-        self.index = BlockIndex(num_slots, self, self.index.counters, self._tenant_quota, is_intact)
+        tenant_quota, kept_quota = self._quotas
+        self.index = BlockIndex(
+            num_slots, self, self.index.counters, tenant_quota, is_intact, kept_quota
+        )
         self._board.clear()
         if self._poisons:
             self.pool.poison(0, self.pool.num_bytes)

@@ -10,7 +10,7 @@ from typing import Any
 
 from banaserve.base.access.key_files import PEER_KEY_VARIABLE, key_option
 from banaserve.base.arguments import derived, option, options_of, values_of
-from banaserve.base.config.serve_config import ServeConfig
+from banaserve.base.config.serve_config import KEPT_QUOTA, ServeConfig
 from banaserve.base.errors import UserError
 from banaserve.base.net.addresses import host_and_port
 from banaserve.kvstore.sizes import parse_size
@@ -91,6 +91,8 @@ class StoreOptions:
             cannot be opened.
         distributed: URL of a distributed tier; empty for no such tier.
         tenant_quota: Largest share of the memory's slots that one tenant may use; 1 sets no limit.
+        kept_quota: Largest share of the memory's slots, and of a tenant's share, for blocks that
+            requests ask to keep.
         verify_memory: True to keep a checksum of each readable slot and check it at each lease, on
             the store's thread.
         peers: Stores of other machines that share blocks with this one.
@@ -113,6 +115,11 @@ class StoreOptions:
     tenant_quota: float = option(
         "share of the memory that one tenant may use", 1.0, metavar="FRACTION"
     )
+    kept_quota: float = option(
+        "share of the memory, and of a tenant's part of it, for blocks that requests ask to keep",
+        KEPT_QUOTA,
+        metavar="FRACTION",
+    )
     verify_memory: bool = option(
         "keep checksums of blocks in memory; costs about 130 us for each MiB leased", False
     )
@@ -127,6 +134,7 @@ class StoreOptions:
             ssd_size=config.kv_store_ssd_size,
             distributed=config.kv_store_distributed,
             tenant_quota=config.tenant_quota,
+            kept_quota=config.kv_store_kept_quota,
             verify_memory=config.kv_store_verify,
             peers=PeerOptions(
                 config.kv_store_listen, config.kv_store_peers, config.kv_store_peer_key
@@ -163,6 +171,11 @@ class StoreOptions:
                 f"a tenant quota of {self.tenant_quota:g} makes no sense: "
                 "write a share of the memory, more than 0 and at most 1"
             )
+        if not 0.0 <= self.kept_quota <= 1.0:
+            raise UserError(
+                f"a quota of {self.kept_quota:g} for kept blocks makes no sense: "
+                "write a share of the memory, from 0 to 1"
+            )
         self.peers.check()
         parse_size(self.size)
         self.check_tiers()
@@ -170,6 +183,7 @@ class StoreOptions:
     def arguments(self) -> list[str]:
         """Return the daemon's command-line arguments, which ``environment`` completes."""
         words = ["--size", self.size, "--tenant-quota", str(self.tenant_quota)]
+        words += ["--kept-quota", str(self.kept_quota)]
         if self.ssd is not None:
             words += [f"--ssd={self.ssd}", f"--ssd-size={self.ssd_size}"]
         words += ["--verify-memory"] if self.verify_memory else []

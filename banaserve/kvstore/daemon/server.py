@@ -61,6 +61,7 @@ class StoreServer:
             self._pool,
             self._board,
             tenant_quota=options.tenant_quota,
+            kept_quota=options.kept_quota,
             poisons=options.poison_free_slots,
             verifies=options.verify_memory,
         )

@@ -65,7 +65,7 @@ class StoreService:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self.receiving = Receiving(carved, tiering.promoter)
+        self.receiving = Receiving(carved, tiering.promoter, clock)
         self._pushing = pushing
         self.pool_bytes = carved.pool.num_bytes
         self.num_protocol_errors = 0
@@ -155,6 +155,9 @@ class StoreService:
                     self.index.abandon(serial, request.part)
             case wire.ReleaseLeases() if request.generation == self._carved.generation:
                 self.index.release(request.lease_id)
+            case wire.KeepBlocks() if request.generation == self._carved.generation:
+                keys = [session.namespace + key for key in request.keys]
+                self.index.keep(keys, self._clock() + request.keep_s)
             case wire.EndHold() if request.generation == self._carved.generation:
                 self.index.end_hold(request.hold, request.reader)
                 if request.also:
@@ -292,7 +295,11 @@ class StoreService:
     def _exchange(self, session: Session, request: wire.ExchangeSlots) -> wire.SlotsGranted:
         namespace = session.namespace
         keys = [namespace + key for key in request.acquire]
+        self.index.expire_kept(self._clock())
         promotion = self._acquire(keys, session, request)
+        grant = promotion.grant
+        if not (request.is_repeated or promotion.undecided):
+            self.index.count_asked(keys, 0 if grant is None else len(grant.entries))
         to_write = [namespace + key for key, _ in request.reserve]
         # Hold once before the reservations, so that these do not evict blocks of the same prompt.
         self._hold(request, (*keys, *to_write))
@@ -311,7 +318,6 @@ class StoreService:
         if not self.index.is_at_quota(request.tenant):
             lacking = (key for key, one in zip(to_write, reserved, strict=True) if one is None)
             num_refused = sum(self.index.get(key) is None for key in lacking)
-        grant = promotion.grant
         return wire.SlotsGranted(
             request.seq,
             None if grant is None else grant.lease_id,

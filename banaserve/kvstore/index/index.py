@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from banaserve.base.config.serve_config import KEPT_QUOTA
 from banaserve.kvstore.index.eviction import EvictionQueue, Parents, Tenants
+from banaserve.kvstore.index.kept import KeptBlocks
 from banaserve.kvstore.index.records import (
     Grant,
     Hold,
     IndexEntry,
     SlotWatcher,
 )
+from banaserve.kvstore.index.seen_keys import SeenKeys
 from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.stats import IndexCounters, IndexStats
 
@@ -26,7 +29,8 @@ class BlockIndex:
     Every slot is free, or holds one entry that is in the index or was dropped from it. Owners hold
     leases for reading and reservations for writing. Blocks form chains: a block may be evicted only
     when it is READY, no lease or copy uses it and no block in the index names it as its parent.
-    Among evictable blocks the one that was acquired or committed longest ago is evicted first.
+    Among evictable blocks the one that was acquired or committed longest ago is evicted first;
+    blocks that requests asked to keep are evicted only if there is no other.
     Every operation costs O(log n) for each key; the end of an owner, O(n).
 
     Args:
@@ -36,6 +40,8 @@ class BlockIndex:
         tenant_quota: Largest share of the slots that one tenant may use; 1 sets no limit.
         is_intact: Check of a READY block before it is leased or copied; the block is dropped if
             the check returns False. None checks nothing.
+        kept_quota: Largest share of the slots that ``keep`` may keep, and of a tenant's share
+            of the slots that it may keep for the tenant.
 
     Attributes:
         num_leased: Number of slots that at least one lease or hold covers.
@@ -49,6 +55,7 @@ class BlockIndex:
         counters: IndexCounters | None = None,
         tenant_quota: float = 1.0,
         is_intact: Callable[[IndexEntry], bool] | None = None,
+        kept_quota: float = KEPT_QUOTA,
     ) -> None:
         self.num_slots = num_slots
         self.num_promoting = 0
@@ -62,6 +69,9 @@ class BlockIndex:
         self._chains = Parents(self._entries)
         self._queue = EvictionQueue(self._is_evictable)
         self._tenants = Tenants(self._is_evictable, num_slots, tenant_quota)
+        most, most_each = (int(kept_quota * n) for n in (num_slots, self._tenants.quota_slots))
+        self._kept = KeptBlocks(most, most_each, self._offer)
+        self._seen = SeenKeys()
         self._tick = 0
         self._last_serial = 0
         self.num_leased = 0
@@ -88,6 +98,7 @@ class BlockIndex:
             num_holds=len(self._holds),
             held_slots=self.num_held,
             num_tenants=len(self._tenants),
+            kept_slots=len(self._kept),
             **msgspec.structs.asdict(self.counters),
         )
 
@@ -139,6 +150,16 @@ class BlockIndex:
         entries = self.find(keys)
         self.counters.misses += len(keys)
         return self.lease(entries, owner) if entries else None
+
+    def count_asked(self, keys: Sequence[bytes], num_found: int) -> None:
+        """Count the blocks that a request asked for, of which it found the first ``num_found``.
+
+        Blocks that another request is writing, or that are on their way, are not counted.
+        """
+        missing = [key for key in keys[num_found:] if key not in self._entries]
+        self.counters.asked_blocks += num_found + len(missing)
+        self.counters.found_blocks += num_found
+        self.counters.new_blocks += sum(map(self._seen.add, missing))
 
     def lease(self, entries: Sequence[IndexEntry], owner: int) -> Grant:
         """Lease ``entries``, which belong to this index, to ``owner``."""
@@ -212,6 +233,24 @@ class BlockIndex:
         """End the holds whose time is up."""
         for hold_id in [name for name, hold in self._holds.items() if hold.until_s <= now_s]:
             self.end_hold(hold_id)
+
+    # ---- blocks to keep
+
+    def keep(self, keys: Iterable[bytes], until_s: float) -> None:
+        """Keep the blocks of ``keys`` that are in the index, in any state, until ``until_s``.
+
+        They give way earlier if later calls exceed ``kept_quota``, or if a slot is needed and no
+        other block can be evicted.
+
+        Args:
+            keys: Keys of a chain from its first block on.
+        """
+        entries = [entry for entry in map(self._entries.get, keys) if entry is not None]
+        self.counters.kept_given_way += self._kept.keep(entries, until_s)
+
+    def expire_kept(self, now_s: float) -> None:
+        """Keep the blocks no longer whose time is up."""
+        self._kept.expire(now_s)
 
     # ---- writing
 
@@ -322,6 +361,7 @@ class BlockIndex:
 
     def clear(self) -> int:
         """Drop all blocks not in use and without descendants in use; return their number."""
+        self._kept.clear()
         num_dropped = 0
         while (entry := self._queue.pop()) is not None:
             self._remove(entry)
@@ -337,6 +377,7 @@ class BlockIndex:
         in_use = [*self._entries.values(), *self._dropped.values()]
         self._queue.check(self._entries, self._entries.values())
         self._tenants.check(self._entries, in_use)
+        self._kept.check(self._entries)
 
     def _check_entries(self) -> None:
         entries = self._entries
@@ -390,24 +431,33 @@ class BlockIndex:
         self._last_serial += 1
         entry = IndexEntry(key, parent, self._free.pop(), self._last_serial, tenant)
         self._entries[key] = entry
+        self._seen.add(key)
         self._tenants.add(tenant)
         return entry
 
     def _make_room(self, tenant: bytes) -> bool:
         counters = self.counters
         if self._tenants.is_full(tenant):
-            entry = self._tenants.pop(tenant)
+            entry = self._tenants.pop(tenant) or self._pop_kept(tenant)
             counters.quota_refusals += entry is None
             counters.quota_evictions += entry is not None
         elif self._free:
             return True
         else:
-            entry = self._queue.pop()
+            entry = self._queue.pop() or self._pop_kept(None)
         if entry is None:
             return False
         counters.evictions += 1
         self._remove(entry)
         return True
+
+    def _pop_kept(self, tenant: bytes | None) -> IndexEntry | None:
+        """Let kept blocks, of ``tenant`` if given, give way until one can be evicted; return it."""
+        entry = None
+        while entry is None and self._kept.give_way(tenant):
+            self.counters.kept_given_way += 1
+            entry = self._queue.pop() if tenant is None else self._tenants.pop(tenant)
+        return entry
 
     def _cover(self, entry: IndexEntry) -> None:
         self.num_leased += entry.num_leases == 0
@@ -457,6 +507,8 @@ class BlockIndex:
         del self._entries[entry.key]
         self._queue.forget(entry)
         self._tenants.forget(entry)
+        if entry.kept_until_s:
+            self._kept.forget(entry)
         self._unlink(entry.parent)
         if entry.num_leases or entry.num_pins:
             entry.dropped = True
@@ -470,8 +522,9 @@ class BlockIndex:
         self._watcher.became_free(entry)
 
     def _is_evictable(self, entry: IndexEntry) -> bool:
-        is_used = entry.num_leases or entry.num_pins or entry.key in self._chains.num_children
-        return entry.ready and not is_used
+        if not entry.ready or entry.num_leases or entry.num_pins or entry.kept_until_s:
+            return False
+        return entry.key not in self._chains.num_children
 
     def _offer(self, entry: IndexEntry) -> None:
         if self._is_evictable(entry):

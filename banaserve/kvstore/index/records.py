@@ -24,6 +24,8 @@ class IndexEntry:
             begin.
         last_used: Tick of the last acquire or commit.
         checksum: Checksum of the slot's bytes when it became READY, if the store keeps checksums.
+        kept_until_s: Second of the store's clock until which requests asked to keep the block; 0 if
+            none did.
     """
 
     key: bytes
@@ -43,6 +45,7 @@ class IndexEntry:
     num_holds: int = 0
     num_pins: int = 0
     last_used: int = 0
+    kept_until_s: int = 0
 
 
 class SlotWatcher:

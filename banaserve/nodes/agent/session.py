@@ -215,6 +215,7 @@ def _store_options(told: NodeStore) -> StoreOptions:
         ssd_size=told.ssd_size,
         distributed=told.distributed,
         tenant_quota=told.tenant_quota,
+        kept_quota=told.kept_quota,
         verify_memory=told.verify_memory,
         peers=PeerOptions(told.listen, told.peers, told.key),
     )

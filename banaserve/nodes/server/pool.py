@@ -220,6 +220,7 @@ class NodePool:
             ssd_size=options.ssd_size,
             distributed=options.distributed,
             tenant_quota=options.tenant_quota,
+            kept_quota=options.kept_quota,
             verify_memory=options.verify_memory,
             listen=listen,
             peers=tuple(peers),

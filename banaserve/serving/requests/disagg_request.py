@@ -121,6 +121,7 @@ async def prefill(
                 push_to=instance.store_beside(legs.decode),
                 hold=hold.number,
                 num_readers=context.sequences.num_sequences if is_for_all else 1,
+                keep_s=context.keep_s,
             ),
         )
         loop = asyncio.get_running_loop()
@@ -400,13 +401,16 @@ def _handover_to_decode(context: RequestContext, legs: RoutedLegs) -> Handover |
             hold=prompt.hold.number,
             reader=context.index,
             pushed_from=legs.decode.store_beside(prompt.computed_by),
+            keep_s=context.keep_s,
         )
     is_stored = (
         legs.route.reason == LegReason.SHORT_PROMPT
         and context.blockers.split is None
         and context.uncached_tokens < context.num_prompt_tokens
     )
-    return Handover(is_stored=True) if is_stored else None
+    if not (is_stored or context.keep_s):
+        return None
+    return Handover(is_stored=is_stored, keep_s=context.keep_s)
 
 
 def _count_beside(context: RequestContext, instance: Instance) -> None:

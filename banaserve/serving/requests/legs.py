@@ -63,8 +63,10 @@ def decode_leg(
     given = request.sampling_params
     assert given is not None
     params = copy.copy(given)
-    # After a death the store has whole blocks of prompt and output: then all of them are looked up.
-    if handover is not None and len(tokens) <= 1:
+    if handover is not None and len(tokens) > 1:
+        # After a death the store has whole blocks of prompt and output: all of them are looked up.
+        handover = Handover(keep_s=handover.keep_s) if handover.keep_s else None
+    if handover is not None:
         params.extra_args = _with_handover(given, handover)
     if tokens:
         params.extra_args = with_output(params.extra_args, tokens)

@@ -52,6 +52,7 @@ class RequestContext:
         request: Request of one sequence: tokenised, validated, with its id.
         deadline: Deadline on the event loop's clock, in seconds.
         uncached_tokens: Estimated number of prompt tokens that the store does not have.
+        keep_s: Time for which the store is asked to keep its blocks, in seconds; 0 for none.
         index: Index of the sequence; sequence 0 counts as the request, in metrics and notes.
         prompt_leg_ended: Event of all sequences, set once the prompt is in the store, or the first
             sequence is on its way to one instance; then the other sequences begin.
@@ -76,6 +77,7 @@ class RequestContext:
     notes: RequestNotes
     limits: RequestLimits = NO_LIMITS
     uncached_tokens: int = 0
+    keep_s: float = 0.0
     index: int = 0
     sequences: Sequences = field(default_factory=Sequences)
     prompt_leg_ended: asyncio.Event = field(default_factory=asyncio.Event)

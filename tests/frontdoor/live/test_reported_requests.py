@@ -99,6 +99,23 @@ def test_a_reset_of_the_store_is_one(server: Run) -> None:
     assert cached() == 0
 
 
+def test_an_agent_s_kv_is_kept_during_a_tool_call(server: Run) -> None:
+    prompt = random.Random(6).choices(range(100, 40_000), k=400)
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 2}
+
+    def answered(keep: str) -> httpx.Response:
+        headers = {"X-Banaserve-Keep": keep}
+        return httpx.post(server.url + COMPLETIONS, json=body, headers=headers, timeout=DEADLINE_S)
+
+    assert answered("a while").status_code == 400
+    assert answered("0").status_code == 200
+    assert server.metric("banaserve_kvstore_kept_slots") == 0
+    assert answered("600").status_code == 200
+    until(lambda: server.metric("banaserve_kvstore_kept_slots") == 3, "its whole blocks are kept")
+    assert server.post("/reset_prefix_cache?reset_external=true", {}).json() == {"success": True}
+    assert server.metric("banaserve_kvstore_kept_slots") == 0
+
+
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-32-be"])
 @pytest.mark.parametrize("text", ["Hello", "Grüße, 你好 🎉 " * 60_000], ids=["short", "long"])
 def test_a_body_in_another_encoding_is_one(server: Run, encoding: str, text: str) -> None:

@@ -250,7 +250,10 @@ class PrefixMatcher:
             compute_block_s=block_s,
             hold=tracked.own_hold,
             num_readers=tracked.handover.num_readers,
+            # A leg before this one has asked for the blocks that it has left for this one.
+            is_repeated=tracked.is_counted or tracked.goes_on or tracked.handed_over is not None,
         )
+        tracked.is_counted |= not answer.undecided
         tracked.has_hold = tracked.own_hold != 0
         if held is not None:
             self._client.release(held)

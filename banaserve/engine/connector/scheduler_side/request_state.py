@@ -148,6 +148,7 @@ class RequestState:
         writer_since_s: Time at which that wait began; None before it and after it.
         prefix_tokens: Number of tokens of the prefix that the store was last asked for.
         prefix_blocks: Number of blocks of that prefix, those of its states included.
+        is_counted: True if the store has counted the blocks that the request asks for.
     """
 
     request: compat.Request
@@ -172,6 +173,7 @@ class RequestState:
     writer_since_s: float | None = None
     prefix_tokens: int = 0
     prefix_blocks: int = 0
+    is_counted: bool = False
 
     @classmethod
     def of(cls, request: compat.Request) -> RequestState:

@@ -23,6 +23,7 @@ from banaserve.engine.continuation import output_of
 from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.client.cost_gate import CostGate
 from banaserve.kvstore.leases import Lease
+from banaserve.kvstore.wire import MAX_KEYS
 from banaserve.orchestrator.control.model.learnt_time import StepWork
 
 
@@ -100,6 +101,7 @@ class StoreConnectorScheduler:
         self._matcher.scheduled(tracked)
         if not self._groups.states:
             self._push(tracked, self._matcher.prompt_keys(request))
+        self._keep(tracked)
         first = tracked.first_hit
         has_tokens = first * self._block_size + num_external_tokens
         fetched_blocks = len(tracked.hits) if num_external_tokens else 0
@@ -112,6 +114,17 @@ class StoreConnectorScheduler:
         end = first + len(tracked.hits) - len(self._groups.states)
         block_ids = self._groups.with_states(blocks.get_block_ids(), first, end)
         self._loads.append((tracked, block_ids, has_tokens))
+
+    def _keep(self, tracked: RequestState) -> None:
+        """Ask the store to keep the request's blocks so far, if the request asks for it.
+
+        Once before they are computed, and once more when it ends, with the blocks of its answer:
+        the time begins again then.
+        """
+        if keep_s := tracked.handover.keep_s:
+            hashes, num_states = tracked.request.block_hashes, len(self._groups.states)
+            keys = [*hashes, *(key for one in hashes for key in state_keys(one, num_states))]
+            self._client.keep(keys[:MAX_KEYS], keep_s)
 
     @staticmethod
     def _read_of(tracked: RequestState) -> tuple[int, int, str]:
@@ -283,6 +296,7 @@ class StoreConnectorScheduler:
             self.notes.finished(request_id, num_own)
             if request.num_output_tokens:
                 tracked.has_hold = False  # the decode leg ends the hold once it has read the blocks
+                self._keep(tracked)
             self._matcher.let_go(tracked)
             self._loads = [load for load in self._loads if load[0] is not tracked]
 

@@ -17,7 +17,10 @@ _DROPPED = frozenset(
 )  # fmt: skip
 _OURS = b"x-banaserve-"
 _SEEN = frozenset((b"authorization", b"traceparent", b"tracestate", b"x-session-id"))
-_PASSED = (b"tracestate", b"x-session-id")
+_PASSED = frozenset(
+    (b"tracestate", b"x-session-id", b"x-banaserve-keep", b"x-banaserve-slo-tpot",
+     b"x-banaserve-slo-ttft")
+)  # fmt: skip
 _JOINED_BYTES = 16 * 1024
 """Size of a body up to which one copy is cheaper than one more buffer to send."""
 _MANY_PARTS, _PART_BYTES = 256, 64
