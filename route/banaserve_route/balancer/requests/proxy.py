@@ -26,7 +26,6 @@ RETRIED = frozenset((429, 502, 503, 504))
 """Statuses after which another replica is tried: the replica is too busy, or not available."""
 
 _BACKOFF_S = 0.1
-_EVENTS = re.compile(rb"\r\ncontent-type:[ \t]*text/event-stream", re.IGNORECASE)
 _USAGE = re.compile(rb'"(completion_tokens|cached_tokens|prompt_tokens)"\s*:\s*(\d{1,9})')
 _TAIL_BYTES = 4096
 
@@ -174,7 +173,7 @@ class ProxiedRequest:
             return
         self.status, self._body, self._last = status, body, data
         attempt.first_byte(now_s)
-        self._is_events = isinstance(body, ChunkedBody) and _EVENTS.search(head.lines) is not None
+        self._is_events = head.is_events
         if isinstance(body, UntilClose):
             client.can_go_on = False
         if client.can_go_on:
