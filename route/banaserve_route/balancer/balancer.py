@@ -41,6 +41,7 @@ from banaserve_route.balancer.requests.proxy import ProxiedRequest
 from banaserve_route.balancer.requests.queue import QueueScheduler, RequestQueue
 from banaserve_route.balancer.requests.routing_request import blind_request, read_request
 from banaserve_route.balancer.state_file import StateFile
+from banaserve_route.balancer.targets.ejection import OutlierEjector
 from banaserve_route.balancer.targets.membership import TargetRegistry, shared_prefixes
 from banaserve_route.balancer.targets.peers import (
     PEER_PATHS,
@@ -114,6 +115,7 @@ class Balancer(RequestHandler):
         self._schedule_pass = QueueScheduler(self.queue, self.fleet).schedule
         self.registry = TargetRegistry(self.fleet, log, self._schedule_pass, self.prefixes)
         self.targets = self.registry.targets
+        self._ejector = OutlierEjector(self.fleet, self.targets, log, self._schedule_pass)
         self._dispatcher = Dispatcher(self.fleet, self.registry, self.queue, log)
         self.is_leaving = False
         self.certificates: Certificates | None = None
@@ -164,6 +166,7 @@ class Balancer(RequestHandler):
         reads_requests = Need.REQUEST in self.fleet.policy.needs
         self._is_blind = not reads_requests and not has_models and is_alone
         self.registry.take_settings(settings)
+        self._ejector.take_settings(settings.health)
         self._dispatcher.take_settings(settings)
 
     def change(self, settings: BalancerSettings) -> None:
@@ -266,7 +269,7 @@ class Balancer(RequestHandler):
         self._num_requests += 1
         request_id = RequestId(str(self._num_requests))
         if self._is_blind and REGIONS_FIELD not in message.seen:
-            request = blind_request(request_id, now_s)
+            request = blind_request(request_id, message, now_s)
         else:
             allowed = self._regions.allowed(message, was_forwarded)
             request = read_request(request_id, message, now_s, allowed, was_forwarded)
@@ -386,6 +389,7 @@ class Balancer(RequestHandler):
         if self._state is not None:
             self._state.tick(now_s, self.log)
         self.registry.look_after(now_s)
+        self._ejector.tick(now_s)
 
     async def idle(self) -> None:
         """Return when no request is under way."""

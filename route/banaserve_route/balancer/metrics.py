@@ -173,6 +173,7 @@ class Metrics(Collector):
             "available": lambda one: one.view.is_available,
             "healthy": lambda one: one.is_healthy,
             "circuit_open": lambda one: one.breaker.is_open,
+            "ejected": lambda one: one.ejection.is_active,
             "outstanding": lambda one: one.view.outstanding,
             "pending": lambda one: one.view.pending,
             "round_trip_ms": lambda one: one.view.round_trip_ms,
@@ -195,6 +196,13 @@ class Metrics(Collector):
             for status, count in one.num_answers.items():
                 answers.add_metric([one.view.id, str(status)], count)
         yield answers
+        ejections = CounterMetricFamily(
+            name + "ejections", "Ejections of a target as an outlier.", labels=["target", "reason"]
+        )
+        for one in targets:
+            for reason, count in one.ejection.counts.items():
+                ejections.add_metric([one.view.id, reason], count)
+        yield ejections
 
 
 def _counter(

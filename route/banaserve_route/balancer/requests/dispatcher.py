@@ -77,9 +77,7 @@ class Dispatcher:
 
     def has_alive(self, request: Request, tried: set[str]) -> bool:
         """Return whether a target not in ``tried`` may be sent ``request`` once it has room."""
-        return any(
-            one.is_healthy and not one.breaker.is_open for one in self.others(request, tried)
-        )
+        return any(one.is_up for one in self.others(request, tried))
 
     def others(self, request: Request, tried: set[str]) -> list[Target]:
         """Return targets not in ``tried`` to which the policy may send ``request`` at some time."""

@@ -434,6 +434,7 @@ class UpstreamAttempt:
             self._dispatcher.fleet.finished(self.flight, now_s, tokens, cached_tokens)
         # Last: the target is full or not by the requests that the fleet still counts there.
         self.target.answered(status, status in FAULTS, now_s)
+        self.target.record(self.flight, status, now_s)
 
     def broke(self, is_fault: bool) -> None:
         """Record that the answer will not be complete, and close the attempt's connection.
@@ -444,6 +445,7 @@ class UpstreamAttempt:
         now_s = monotonic()
         self._dispatcher.fleet.failed(self.flight, now_s, is_fault)
         self.target.broke(is_fault, now_s)
+        self.target.record(self.flight, 502 if is_fault else 0, now_s)
         self.drop()
 
     def drop(self) -> None:
