@@ -36,6 +36,7 @@ from banaserve_route.balancer.http.client_connection import ClientConnection, Re
 from banaserve_route.balancer.http.request import ClientRequest, RequestRefusedError
 from banaserve_route.balancer.metrics import Metrics
 from banaserve_route.balancer.requests.dispatcher import Dispatcher
+from banaserve_route.balancer.requests.hedging import Hedger
 from banaserve_route.balancer.requests.prompt_blocks import PromptReader
 from banaserve_route.balancer.requests.proxy import ProxiedRequest
 from banaserve_route.balancer.requests.queue import QueueScheduler, RequestQueue
@@ -116,7 +117,8 @@ class Balancer(RequestHandler):
         self.registry = TargetRegistry(self.fleet, log, self._schedule_pass, self.prefixes)
         self.targets = self.registry.targets
         self._ejector = OutlierEjector(self.fleet, self.targets, log, self._schedule_pass)
-        self._dispatcher = Dispatcher(self.fleet, self.registry, self.queue, log)
+        hedger = Hedger(self._ejector.times)
+        self._dispatcher = Dispatcher(self.fleet, self.registry, self.queue, hedger, log)
         self.is_leaving = False
         self.certificates: Certificates | None = None
         self.buffered_bytes = 0
@@ -134,6 +136,7 @@ class Balancer(RequestHandler):
         self._idle: asyncio.Event | None = None
         self.metrics.targets = self.targets.values
         self.metrics.caches = self.fleet.caches
+        self.metrics.hedges = hedger.counts
         self.metrics.prompts = self._prompts.counts
         if isinstance(self.fleet.policy, ShadowedPolicy):
             self.metrics.shadow = self.fleet.policy
@@ -164,7 +167,8 @@ class Balancer(RequestHandler):
         is_alone = not (settings.peers or settings.tenants or settings.decision_log)
         self.fleet.policy.hold_safe(settings.policy.hold_safe)
         reads_requests = Need.REQUEST in self.fleet.policy.needs
-        self._is_blind = not reads_requests and not has_models and is_alone
+        hedges = bool(settings.hedge.after)
+        self._is_blind = not (reads_requests or has_models or hedges) and is_alone
         self.registry.take_settings(settings)
         self._ejector.take_settings(settings.health)
         self._dispatcher.take_settings(settings)

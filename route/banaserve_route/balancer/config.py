@@ -356,6 +356,48 @@ class HealthSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             )
 
 
+_AFTER = re.compile(r"p(\d{1,2}(?:\.\d{1,3})?)|(\d{1,6}(?:\.\d{1,3})?)ms", re.ASCII)
+
+
+class HedgeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings of hedged requests, which are sent to a second replica if the first token is late.
+
+    Attributes:
+        after: Time after which a first token is late: milliseconds, such as ``300ms``, or a
+            quantile of recent requests, such as ``p95``; empty for no hedged requests.
+        max_fraction: Maximum share of requests that are sent to a second replica.
+    """
+
+    after: str = ""
+    max_fraction: float = 0.05
+
+    def check(self) -> None:
+        """Check both values.
+
+        Raises:
+            UserError: A value is invalid.
+        """
+        if self.after and not (self.after_ms or self.quantile):
+            raise UserError(
+                f"hedge.after is {self.after!r}: give a time such as 300ms, or a quantile such as "
+                "p95"
+            )
+        if not 0 < self.max_fraction <= 1:
+            raise UserError(f"hedge.max_fraction is {self.max_fraction}: give more than 0, up to 1")
+
+    @property
+    def after_ms(self) -> float | None:
+        """Return the fixed time in milliseconds; None if there is none."""
+        found = _AFTER.fullmatch(self.after)
+        return float(found[2]) if found and found[2] else None
+
+    @property
+    def quantile(self) -> float | None:
+        """Return the quantile of recent requests, between 0 and 1; None if there is none."""
+        found = _AFTER.fullmatch(self.after)
+        return float(found[1]) / 100 if found and found[1] else None
+
+
 class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """All settings of one balancer.
 
@@ -395,6 +437,7 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     tokenizer: str = ""
     limits: LimitSettings = LimitSettings()
     health: HealthSettings = HealthSettings()
+    hedge: HedgeSettings = HedgeSettings()
 
     def check(self) -> None:
         """Check the settings, each by itself and all together.
@@ -404,6 +447,7 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         """
         self.limits.check()
         self.health.check()
+        self.hedge.check()
         if not 0 < self.port < 65536:
             raise UserError(f"port is {self.port}: give 1 to 65535")
         self._check_keys()
@@ -433,8 +477,9 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     @property
     def compares_replicas(self) -> bool:
-        """Return whether outcomes of requests are kept to compare replicas."""
-        return self.health.outlier_max_ejection_fraction > 0
+        """Return whether outcomes of requests are kept, to compare them."""
+        is_learnt = self.hedge.quantile is not None
+        return self.health.outlier_max_ejection_fraction > 0 or is_learnt
 
     @property
     def server_tls(self) -> ServerTls | None:

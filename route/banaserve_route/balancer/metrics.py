@@ -65,6 +65,7 @@ class Metrics(Collector):
         self.shadow: ShadowedPolicy | None = None
         self.caches = KnownCaches()
         self.prompts: Counter[str] = Counter()
+        self.hedges: Counter[str] = Counter()
 
     def ended(
         self, status: int, arrived_s: float, now_s: float, num_reads: int, flights: list[Flight]
@@ -78,11 +79,12 @@ class Metrics(Collector):
         self._num_reads += num_reads
         after_s = now_s - arrived_s
         if flights:
-            first, last = flights[0], flights[-1]
+            first = flights[0]
             self._decisions[first.target, first.decision.reason] += 1
             self._waits.add(first.sent_s - arrived_s)
-            if last.first_token_s is not None:
-                self._first.add(last.first_token_s - arrived_s)
+            for one in flights:
+                if one.first_token_s is not None:
+                    self._first.add(one.first_token_s - arrived_s)
         if not status:
             self._num_cancelled += 1
             return
@@ -130,6 +132,7 @@ class Metrics(Collector):
         yield GaugeMetricFamily(
             name + "under_way", "Requests under way.", value=self.num_under_way()
         )
+        yield _counter(name + "hedges", "Late requests.", ["outcome"], self.hedges)
         yield from self._of_caches()
         yield from self._of_shadow()
         yield from self._of_targets()

@@ -20,9 +20,6 @@ from banaserve_route.policies.interface import ReplicaId
 _WINDOW_INTERVALS = 6
 """Number of intervals after which an outcome no longer counts."""
 
-_MAX_LEARNT = 512
-"""Maximum number of outcomes to learn from at once: more would hold up the event loop."""
-
 
 class OutlierEjector:
     """Ejector of replicas that answer, but fail much more often or are much slower than others.
@@ -70,9 +67,8 @@ class OutlierEjector:
 
     def _compare(self, groups: list[list[Target]], now_s: float) -> None:
         recent = self._recent(now_s)
-        new = [one for one in chain(*recent.values()) if one.at_s > self._compared_s]
+        self.times.learn([*chain(*recent.values())], self._compared_s)
         self._compared_s = now_s
-        self.times.learn(sorted(new, key=lambda one: one.at_s)[-_MAX_LEARNT:])
         for group in groups:
             records = {
                 one.view.id: self._record(recent[one.view.id])

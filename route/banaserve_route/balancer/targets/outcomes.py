@@ -7,7 +7,8 @@ prompt tokens: the pace of the request, 1 if it is as fast as usual.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from statistics import median
 from typing import NamedTuple
 
 from banaserve_route.policies.interface import Flight
@@ -21,6 +22,12 @@ _LEAST_MS = 20.0
 
 _OUTLIER = 5.0
 """Ratio to the usual time at which a measured time is cut off before it is learnt."""
+
+_MAX_LEARNT = 512
+"""Maximum number of outcomes to learn from at once: more would hold up the event loop."""
+
+_FEWEST = 20
+"""Number of recent times from which on a quantile of them is known."""
 
 
 class AttemptOutcome(NamedTuple):
@@ -47,10 +54,15 @@ class AttemptOutcome(NamedTuple):
     is_streamed: bool
 
 
+def ahead_tokens(flight: Flight) -> int:
+    """Return the number of prompt tokens to compute before the first token of ``flight``."""
+    hit = flight.decision.hit_tokens if flight.cached_tokens is None else flight.cached_tokens
+    return max(0, flight.request.num_tokens - hit) + flight.backlog_tokens
+
+
 def outcome_of(flight: Flight, status: int, now_s: float) -> AttemptOutcome:
     """Return the outcome of ``flight``, which ended with ``status`` or is under way (0)."""
     request, first_s = flight.request, flight.first_token_s
-    hit = flight.decision.hit_tokens if flight.cached_tokens is None else flight.cached_tokens
     waited_ms = None
     # A request without a prompt, such as one for the list of models, needs no engine.
     if status < 400 and request.num_tokens > 1:
@@ -59,7 +71,7 @@ def outcome_of(flight: Flight, status: int, now_s: float) -> AttemptOutcome:
     return AttemptOutcome(
         now_s,
         status,
-        max(0, request.num_tokens - hit) + flight.backlog_tokens,
+        ahead_tokens(flight),
         waited_ms,
         first_s is not None,
         request.is_streamed,
@@ -71,18 +83,41 @@ class FirstTokenTimes:
 
     def __init__(self) -> None:
         self._lines = {kind: Line(_ASSUMED_MS, 1000.0) for kind in (False, True)}
+        self._paces: dict[bool, list[float]] = {False: [], True: []}
 
-    def learn(self, outcomes: Iterable[AttemptOutcome]) -> None:
-        """Learn from outcomes that have not been learnt from before."""
-        for one in outcomes:
-            if one.waited_ms is not None and one.has_token:
-                line = self._lines[one.is_streamed]
-                longest_ms = _OUTLIER * line(one.ahead_tokens) + 200
-                line.learn(one.ahead_tokens, min(one.waited_ms, longest_ms))
+    def learn(self, recent: Sequence[AttemptOutcome], since_s: float) -> None:
+        """Learn from recent outcomes; those after ``since_s`` have not been learnt from before."""
+        timed = [one for one in recent if one.waited_ms is not None]
+        new = [one for one in timed if one.has_token and one.at_s > since_s]
+        for one in sorted(new, key=lambda one: one.at_s)[-_MAX_LEARNT:]:
+            line, waited_ms = self._lines[one.is_streamed], one.waited_ms or 0.0
+            longest_ms = _OUTLIER * line(one.ahead_tokens) + 200
+            line.learn(one.ahead_tokens, min(waited_ms, longest_ms))
+        for kind in self._paces:
+            self._paces[kind] = self._sorted_paces(
+                [one for one in timed if one.is_streamed == kind]
+            )
+
+    def _sorted_paces(self, timed: Sequence[AttemptOutcome]) -> list[float]:
+        paces = [self.pace(one) for one in timed if one.has_token]
+        if not paces:
+            return []
+        # A first token that has not come tells how long it takes at least if it is late. Without
+        # these, the quantile would fall with each hedged request, whose slow attempt is cancelled.
+        usual = median(paces)
+        waits = [self.pace(one) for one in timed if not one.has_token]
+        return sorted([*paces, *(one for one in waits if one > usual)])
 
     def usual_ms(self, ahead_tokens: int, is_streamed: bool) -> float:
         """Return the usual time to first token of a request."""
         return max(_LEAST_MS, self._lines[is_streamed](ahead_tokens))
+
+    def quantile_ms(self, quantile: float, ahead_tokens: int, is_streamed: bool) -> float | None:
+        """Return the time that this share of first tokens takes at most; None if few are known."""
+        paces = self._paces[is_streamed]
+        if len(paces) < _FEWEST:
+            return None
+        return paces[int(quantile * len(paces))] * self.usual_ms(ahead_tokens, is_streamed)
 
     def pace(self, outcome: AttemptOutcome) -> float:
         """Return the time of ``outcome``, which has one, over the usual time.
