@@ -102,7 +102,7 @@ def test_toml_and_yaml_mean_the_same(tmp_path):
         ),
         ("[health]\noutlier_max_ejection_fraction = 50", "fraction is 50.0: give 0 to 1"),
         ("[health]\noutlier_request_volume = 0", "outlier_request_volume is 0: give more than 0"),
-        ("[health]\noutlier_request_volume = 999", "outlier_request_volume is 999: give 64"),
+        ("[health]\noutlier_request_volume = 999", "outlier_request_volume is 999: give 32"),
         (
             "[health]\noutlier_max_ejection_s = 1",
             "outlier_base_ejection_s is 30.0: give outlier_max",

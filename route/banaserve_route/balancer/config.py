@@ -216,8 +216,8 @@ class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 _OFF_AT_0 = ("slow_start_s", "outlier_latency_factor")
-MAX_OUTCOMES = 64
-"""Number of recent requests whose outcomes are kept of each replica."""
+MAX_COMPARED = 32
+"""Maximum number of requests by which a replica is compared with others."""
 _MAY_BE_0 = ("max_outstanding", "max_connections_per_address", "drain_s")
 
 
@@ -344,10 +344,10 @@ class HealthSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
                 f"health.outlier_latency_factor is {self.outlier_latency_factor}: give more than "
                 "1, or 0 for no such ejections"
             )
-        if self.outlier_request_volume > MAX_OUTCOMES:
+        if self.outlier_request_volume > MAX_COMPARED:
             raise UserError(
                 f"health.outlier_request_volume is {self.outlier_request_volume}: give "
-                f"{MAX_OUTCOMES} at most"
+                f"{MAX_COMPARED} at most"
             )
         if self.outlier_base_ejection_s > self.outlier_max_ejection_s:
             raise UserError(

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 
-from banaserve_route.balancer.config import HealthSettings
+from banaserve_route.balancer.config import MAX_COMPARED, HealthSettings
 from banaserve_route.balancer.targets.outcomes import AttemptOutcome, FirstTokenTimes, outcome_of
 from banaserve_route.balancer.targets.outliers import (
     ReplicaRecord,
@@ -82,7 +82,10 @@ class OutlierEjector:
         from_s = now_s - _WINDOW_INTERVALS * self._health.outlier_interval_s
         recent: dict[ReplicaId, list[AttemptOutcome]] = {}
         for target in self._targets.values():
-            recent[target.view.id] = [one for one in target.recent or () if one.at_s >= from_s]
+            newest = [one for one in target.recent or () if one.at_s >= from_s][-MAX_COMPARED:]
+            recent[target.view.id] = newest
+            if target.recent is not None:
+                target.recent = newest[:]
         for flight in self._fleet.waiting_flights():
             sent_to = self._targets.get(flight.target)
             if sent_to is not None and flight.sent_s >= sent_to.judged_since_s:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 
 from banaserve.base.net.tls import Certificates
 from banaserve_route.balancer.config import (
-    MAX_OUTCOMES,
+    MAX_COMPARED,
     BalancerSettings,
     Endpoint,
     HealthSettings,
@@ -54,7 +54,7 @@ class Target:
             health.breaker_failures, health.breaker_pause_s, health.breaker_longest_pause_s
         )
         self._own_fields = own_fields
-        self.recent: deque[AttemptOutcome] | None = None
+        self.recent: list[AttemptOutcome] | None = None
         self.take_settings("", 0, settings)
         self.takes_keys = True
         self.is_healthy = True
@@ -79,7 +79,7 @@ class Target:
         if not settings.compares_replicas or self.is_peer:
             self.recent = None
         elif self.recent is None:
-            self.recent = deque(maxlen=MAX_OUTCOMES)
+            self.recent = []
         self.pool.connect_timeout_s = settings.limits.connect_timeout_s
         health = settings.health
         self.breaker.take_settings(
@@ -159,8 +159,12 @@ class Target:
             status: Status of the answer; 502 if it broke off by the replica's fault, 0 if it was
                 cancelled.
         """
-        if self.recent is not None and flight.sent_s >= self.judged_since_s:
-            self.recent.append(outcome_of(flight, status, now_s))
+        recent = self.recent
+        if recent is None or len(recent) >= 2 * MAX_COMPARED:
+            # At a high rate the first ones in each interval tell enough; the others cost nothing.
+            return
+        if flight.sent_s >= self.judged_since_s:
+            recent.append(outcome_of(flight, status, now_s))
 
     def eject(self, reason: OutlierReason, now_s: float, health: HealthSettings) -> float:
         """Send the target no more requests for a while; return for how many seconds."""
