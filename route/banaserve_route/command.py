@@ -20,6 +20,7 @@ from banaserve_route.balancer.balancer import Balancer, max_connections
 from banaserve_route.balancer.config import (
     BalancerSettings,
     HealthSettings,
+    HedgeSettings,
     LimitSettings,
     PolicySettings,
     ReplicaSettings,
@@ -101,10 +102,13 @@ class RouteOptions:
     traces: str = option("OTLP collector, such as http://HOST:4318", "", metavar="URL")
     health_path: str = option("path that probes of replicas ask for", _DEFAULTS.health.path)
     health_interval_s: float = option("time between two probes", _DEFAULTS.health.interval_s)
+    hedge_after: str = option(
+        "time (300ms) or quantile (p95) after which a late request goes to a second replica too", ""
+    )
 
     def settings(self) -> BalancerSettings:
         """Return the settings of the balancer."""
-        own = {"policy", "limits", "health", "replicas"}
+        own = {"policy", "limits", "health", "hedge", "replicas"}
         return BalancerSettings(
             **self._alike(BalancerSettings, own),
             policy=PolicySettings(
@@ -120,6 +124,7 @@ class RouteOptions:
             ),
             limits=LimitSettings(**self._alike(LimitSettings)),
             health=HealthSettings(path=self.health_path, interval_s=self.health_interval_s),
+            hedge=HedgeSettings(after=self.hedge_after),
         )
 
     def _alike(self, kind: Any, without: Set[str] = frozenset()) -> dict[str, Any]:

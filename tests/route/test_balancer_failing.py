@@ -140,6 +140,35 @@ async def test_a_stream_that_breaks_between_events_ends_in_an_error_event(house)
     assert len(other.asked) == 1
 
 
+async def test_a_stream_that_breaks_before_its_first_event_is_tried_again(house):
+    async def only_begin(asked):
+        await asked.begin_stream()
+        asked.kill()
+
+    broken, well = await house.replica(only_begin), await house.replica()
+    await house.balance(broken, well)
+    assert [(await house.ask()).body for _ in range(4)] == [b"{}"] * 4
+    assert broken.asked
+
+
+async def test_a_stream_waits_for_its_first_token_until_its_first_event(house):
+    async def stream(asked):
+        await asked.begin_stream()
+        await may_go_on.wait()
+        await asked.event("one")
+        await asked.end_stream()
+
+    may_go_on = asyncio.Event()
+    replica = await house.replica(stream)
+    balancer = await house.balance(replica)
+    target = balancer.targets[replica.id]
+    asking = asyncio.create_task(house.ask())
+    await house.until(lambda: any(one._early for one in target.pool._all))
+    assert target.view.prefilling == 1
+    may_go_on.set()
+    assert (await asking).body == b"data: one\n\n"
+
+
 async def test_an_answer_that_breaks_within_is_not_taken_for_a_whole_one(house):
     async def begin(asked):
         await asked.send(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc")

@@ -96,6 +96,17 @@ def test_toml_and_yaml_mean_the_same(tmp_path):
         ("api_keys = ['k', 'k']", "an API key is there twice"),
         ("api_keys = ['k']\npeer_key = 'k'", "peer_key is one of the API keys"),
         ("host = '0.0.0.0'", "lets other machines in"),
+        (
+            "[health]\noutlier_latency_factor = 0.5",
+            "outlier_latency_factor is 0.5: give more than 1",
+        ),
+        ("[health]\noutlier_max_ejection_fraction = 50", "fraction is 50.0: give 0 to 1"),
+        ("[health]\noutlier_request_volume = 0", "outlier_request_volume is 0: give more than 0"),
+        ("[health]\noutlier_request_volume = 999", "outlier_request_volume is 999: give 32"),
+        (
+            "[health]\noutlier_max_ejection_s = 1",
+            "outlier_base_ejection_s is 30.0: give outlier_max",
+        ),
     ],
 )
 def test_a_mistake_names_the_file_and_the_key(tmp_path, text, line, capfd):

@@ -36,11 +36,13 @@ from banaserve_route.balancer.http.client_connection import ClientConnection, Re
 from banaserve_route.balancer.http.request import ClientRequest, RequestRefusedError
 from banaserve_route.balancer.metrics import Metrics
 from banaserve_route.balancer.requests.dispatcher import Dispatcher
+from banaserve_route.balancer.requests.hedging import Hedger
 from banaserve_route.balancer.requests.prompt_blocks import PromptReader
 from banaserve_route.balancer.requests.proxy import ProxiedRequest
 from banaserve_route.balancer.requests.queue import QueueScheduler, RequestQueue
 from banaserve_route.balancer.requests.routing_request import blind_request, read_request
 from banaserve_route.balancer.state_file import StateFile
+from banaserve_route.balancer.targets.ejection import OutlierEjector
 from banaserve_route.balancer.targets.membership import TargetRegistry, shared_prefixes
 from banaserve_route.balancer.targets.peers import (
     PEER_PATHS,
@@ -114,7 +116,9 @@ class Balancer(RequestHandler):
         self._schedule_pass = QueueScheduler(self.queue, self.fleet).schedule
         self.registry = TargetRegistry(self.fleet, log, self._schedule_pass, self.prefixes)
         self.targets = self.registry.targets
-        self._dispatcher = Dispatcher(self.fleet, self.registry, self.queue, log)
+        self._ejector = OutlierEjector(self.fleet, self.targets, log, self._schedule_pass)
+        hedger = Hedger(self._ejector.times)
+        self._dispatcher = Dispatcher(self.fleet, self.registry, self.queue, hedger, log)
         self.is_leaving = False
         self.certificates: Certificates | None = None
         self.buffered_bytes = 0
@@ -132,6 +136,7 @@ class Balancer(RequestHandler):
         self._idle: asyncio.Event | None = None
         self.metrics.targets = self.targets.values
         self.metrics.caches = self.fleet.caches
+        self.metrics.hedges = hedger.counts
         self.metrics.prompts = self._prompts.counts
         if isinstance(self.fleet.policy, ShadowedPolicy):
             self.metrics.shadow = self.fleet.policy
@@ -162,8 +167,10 @@ class Balancer(RequestHandler):
         is_alone = not (settings.peers or settings.tenants or settings.decision_log)
         self.fleet.policy.hold_safe(settings.policy.hold_safe)
         reads_requests = Need.REQUEST in self.fleet.policy.needs
-        self._is_blind = not reads_requests and not has_models and is_alone
+        hedges = bool(settings.hedge.after)
+        self._is_blind = not (reads_requests or has_models or hedges) and is_alone
         self.registry.take_settings(settings)
+        self._ejector.take_settings(settings.health)
         self._dispatcher.take_settings(settings)
 
     def change(self, settings: BalancerSettings) -> None:
@@ -266,7 +273,7 @@ class Balancer(RequestHandler):
         self._num_requests += 1
         request_id = RequestId(str(self._num_requests))
         if self._is_blind and REGIONS_FIELD not in message.seen:
-            request = blind_request(request_id, now_s)
+            request = blind_request(request_id, message, now_s)
         else:
             allowed = self._regions.allowed(message, was_forwarded)
             request = read_request(request_id, message, now_s, allowed, was_forwarded)
@@ -386,6 +393,7 @@ class Balancer(RequestHandler):
         if self._state is not None:
             self._state.tick(now_s, self.log)
         self.registry.look_after(now_s)
+        self._ejector.tick(now_s)
 
     async def idle(self) -> None:
         """Return when no request is under way."""

@@ -215,6 +215,9 @@ class PolicySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     shadow: ShadowSettings | None = None
 
 
+_OFF_AT_0 = ("slow_start_s", "outlier_latency_factor")
+MAX_COMPARED = 32
+"""Maximum number of requests by which a replica is compared with others."""
 _MAY_BE_0 = ("max_outstanding", "max_connections_per_address", "drain_s")
 
 
@@ -286,6 +289,19 @@ class HealthSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         breaker_failures: Number of failed requests in a row that open a replica's circuit.
         slow_start_s: Time in which a replica that comes back, or joins while the balancer serves,
             takes ever more requests at once, in seconds; 0 for no limit.
+        outlier_interval_s: Time between two comparisons of the replicas with each other, in
+            seconds; outcomes of requests count for six intervals.
+        outlier_request_volume: Number of recent requests without which a replica is not compared.
+        outlier_failure_fraction: Difference between the share of requests that a replica has failed
+            and that of the other replicas at which it is ejected; 0 for never.
+        outlier_latency_factor: Ratio of a replica's times to first token to the other replicas' at
+            which it is ejected; 0 for never. Give more than the ratio between slow and fast models
+            of GPUs, if replicas differ.
+        outlier_base_ejection_s: Duration of a first ejection, in seconds; the second one in a row
+            takes twice as long, and so on.
+        outlier_max_ejection_s: Maximum duration of an ejection, in seconds.
+        outlier_max_ejection_fraction: Maximum share of replicas that are ejected at once; 0 for
+            none. The last replica is never ejected.
     """
 
     path: str = "/health"
@@ -298,6 +314,13 @@ class HealthSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     breaker_pause_s: float = 1.0
     breaker_longest_pause_s: float = 30.0
     slow_start_s: float = 0.0
+    outlier_interval_s: float = 10.0
+    outlier_request_volume: int = 20
+    outlier_failure_fraction: float = 0.3
+    outlier_latency_factor: float = 5.0
+    outlier_base_ejection_s: float = 30.0
+    outlier_max_ejection_s: float = 300.0
+    outlier_max_ejection_fraction: float = 0.5
 
     def check(self) -> None:
         """Check the path and every number.
@@ -309,9 +332,70 @@ class HealthSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             raise UserError(f"health.path is {self.path!r}: give a path such as /health")
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            is_off = name == "slow_start_s" and value == 0
-            if name != "path" and not is_off and not 0 < value < 1e6:
+            if name == "path":
+                continue
+            if name.endswith("_fraction"):
+                if not 0 <= value <= 1:
+                    raise UserError(f"health.{name} is {value}: give 0 to 1")
+            elif not (0 < value < 1e6 or (name in _OFF_AT_0 and value == 0)):
                 raise UserError(f"health.{name} is {value}: give more than 0")
+        if 0 < self.outlier_latency_factor <= 1:
+            raise UserError(
+                f"health.outlier_latency_factor is {self.outlier_latency_factor}: give more than "
+                "1, or 0 for no such ejections"
+            )
+        if self.outlier_request_volume > MAX_COMPARED:
+            raise UserError(
+                f"health.outlier_request_volume is {self.outlier_request_volume}: give "
+                f"{MAX_COMPARED} at most"
+            )
+        if self.outlier_base_ejection_s > self.outlier_max_ejection_s:
+            raise UserError(
+                f"health.outlier_base_ejection_s is {self.outlier_base_ejection_s}: give "
+                f"outlier_max_ejection_s, {self.outlier_max_ejection_s}, at most"
+            )
+
+
+_AFTER = re.compile(r"p(\d{1,2}(?:\.\d{1,3})?)|(\d{1,6}(?:\.\d{1,3})?)ms", re.ASCII)
+
+
+class HedgeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings of hedged requests, which are sent to a second replica if the first token is late.
+
+    Attributes:
+        after: Time after which a first token is late: milliseconds, such as ``300ms``, or a
+            quantile of recent requests, such as ``p95``; empty for no hedged requests.
+        max_fraction: Maximum share of requests that are sent to a second replica.
+    """
+
+    after: str = ""
+    max_fraction: float = 0.05
+
+    def check(self) -> None:
+        """Check both values.
+
+        Raises:
+            UserError: A value is invalid.
+        """
+        if self.after and not (self.after_ms or self.quantile):
+            raise UserError(
+                f"hedge.after is {self.after!r}: give a time such as 300ms, or a quantile such as "
+                "p95"
+            )
+        if not 0 < self.max_fraction <= 1:
+            raise UserError(f"hedge.max_fraction is {self.max_fraction}: give more than 0, up to 1")
+
+    @property
+    def after_ms(self) -> float | None:
+        """Return the fixed time in milliseconds; None if there is none."""
+        found = _AFTER.fullmatch(self.after)
+        return float(found[2]) if found and found[2] else None
+
+    @property
+    def quantile(self) -> float | None:
+        """Return the quantile of recent requests, between 0 and 1; None if there is none."""
+        found = _AFTER.fullmatch(self.after)
+        return float(found[1]) / 100 if found and found[1] else None
 
 
 class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -353,6 +437,7 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     tokenizer: str = ""
     limits: LimitSettings = LimitSettings()
     health: HealthSettings = HealthSettings()
+    hedge: HedgeSettings = HedgeSettings()
 
     def check(self) -> None:
         """Check the settings, each by itself and all together.
@@ -362,6 +447,7 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         """
         self.limits.check()
         self.health.check()
+        self.hedge.check()
         if not 0 < self.port < 65536:
             raise UserError(f"port is {self.port}: give 1 to 65535")
         self._check_keys()
@@ -388,6 +474,12 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         for key in (*others, *client_keys):
             if not key.isascii() or not key.isprintable() or " " in key:
                 raise UserError("a key has characters that no header may carry")
+
+    @property
+    def compares_replicas(self) -> bool:
+        """Return whether outcomes of requests are kept, to compare them."""
+        is_learnt = self.hedge.quantile is not None
+        return self.health.outlier_max_ejection_fraction > 0 or is_learnt
 
     @property
     def server_tls(self) -> ServerTls | None:

@@ -17,6 +17,7 @@ from banaserve_route.balancer.balancer import Balancer
 from banaserve_route.balancer.config import (
     BalancerSettings,
     HealthSettings,
+    HedgeSettings,
     LimitSettings,
     PeerSettings,
     PolicySettings,
@@ -35,6 +36,7 @@ _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "$.policy.shadow": ShadowSettings,
     "$.limits": LimitSettings,
     "$.health": HealthSettings,
+    "$.hedge": HedgeSettings,
     "$.replicas[...]": ReplicaSettings,
     "$.peers[...]": PeerSettings,
     "$.tenants[...]": TenantSettings,

@@ -65,6 +65,7 @@ class Metrics(Collector):
         self.shadow: ShadowedPolicy | None = None
         self.caches = KnownCaches()
         self.prompts: Counter[str] = Counter()
+        self.hedges: Counter[str] = Counter()
 
     def ended(
         self, status: int, arrived_s: float, now_s: float, num_reads: int, flights: list[Flight]
@@ -78,11 +79,12 @@ class Metrics(Collector):
         self._num_reads += num_reads
         after_s = now_s - arrived_s
         if flights:
-            first, last = flights[0], flights[-1]
+            first = flights[0]
             self._decisions[first.target, first.decision.reason] += 1
             self._waits.add(first.sent_s - arrived_s)
-            if last.first_token_s is not None:
-                self._first.add(last.first_token_s - arrived_s)
+            for one in flights:
+                if one.first_token_s is not None:
+                    self._first.add(one.first_token_s - arrived_s)
         if not status:
             self._num_cancelled += 1
             return
@@ -130,6 +132,7 @@ class Metrics(Collector):
         yield GaugeMetricFamily(
             name + "under_way", "Requests under way.", value=self.num_under_way()
         )
+        yield _counter(name + "hedges", "Late requests.", ["outcome"], self.hedges)
         yield from self._of_caches()
         yield from self._of_shadow()
         yield from self._of_targets()
@@ -173,6 +176,7 @@ class Metrics(Collector):
             "available": lambda one: one.view.is_available,
             "healthy": lambda one: one.is_healthy,
             "circuit_open": lambda one: one.breaker.is_open,
+            "ejected": lambda one: one.ejection.is_active,
             "outstanding": lambda one: one.view.outstanding,
             "pending": lambda one: one.view.pending,
             "round_trip_ms": lambda one: one.view.round_trip_ms,
@@ -195,6 +199,13 @@ class Metrics(Collector):
             for status, count in one.num_answers.items():
                 answers.add_metric([one.view.id, str(status)], count)
         yield answers
+        ejections = CounterMetricFamily(
+            name + "ejections", "Ejections of a target as an outlier.", labels=["target", "reason"]
+        )
+        for one in targets:
+            for reason, count in one.ejection.counts.items():
+                ejections.add_metric([one.view.id, reason], count)
+        yield ejections
 
 
 def _counter(

@@ -6,7 +6,7 @@ simulator drives the same code in virtual time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from typing import TypeVar
@@ -215,6 +215,10 @@ class Fleet:
             flight.is_fault = is_fault
             self.caches.ended(flight, is_answered=False)
             self.policy.on_failed(flight)
+
+    def waiting_flights(self) -> Iterator[Flight]:
+        """Yield the flights under way without a first token."""
+        return (one for one, _ in self._flights.values() if one.first_token_s is None)
 
     def check(self) -> None:
         """Assert that every counter is the sum over the flights under way."""

@@ -62,6 +62,7 @@ class Request(msgspec.Struct, frozen=True):
         blocks: Keys of the prompt's blocks that a cache may hold, by block size
             (``caches/cache_view.py:block_keys``); empty if its tokens are unknown.
         known_hits: Hits at the replicas whose caches are known from their events.
+        is_streamed: True if the client asked for a stream, whose first byte is its first token.
     """
 
     id: RequestId
@@ -75,6 +76,7 @@ class Request(msgspec.Struct, frozen=True):
     arrived_s: float = 0.0
     blocks: Mapping[int, Sequence[bytes]] = {}
     known_hits: Mapping[ReplicaId, KnownHit] = {}
+    is_streamed: bool = False
 
 
 class ReplicaView(msgspec.Struct):

@@ -29,7 +29,7 @@ class Sink(Protocol):
     """Receiver of an answer. After ``on_end`` or ``on_broken`` no method is called any more."""
 
     def on_head(self, head: ResponseHead, data: bytes) -> None:
-        """Take the head, with the first bytes of the body, if any."""
+        """Take the head, with first bytes of the body, if any; a stream of events has some."""
         ...
 
     def on_body(self, data: bytes) -> None: ...
@@ -52,6 +52,7 @@ class ReplicaConnection(asyncio.Protocol):
 
     __slots__ = (
         "_body",
+        "_early",
         "_head",
         "_is_paused",
         "_pool",
@@ -68,6 +69,7 @@ class ReplicaConnection(asyncio.Protocol):
         self._pool = pool
         self._sink: Sink | None = None
         self._body: Body | None = None
+        self._early: ResponseHead | None = None
         self._head = b""
         self._to_head = self._is_paused = False
         self.num_answers = 0
@@ -110,28 +112,44 @@ class ReplicaConnection(asyncio.Protocol):
         self._end(sink, is_clean=used == len(data))
 
     def _read_head(self, sink: Sink, data: bytes) -> None:
-        rest = self._head + data if self._head else data
-        status, at = 100, 0
-        while status < 200:
-            end = rest.find(b"\r\n\r\n", at, at + MAX_HEAD_BYTES)
-            if end < 0:
-                self._head = rest[at:]
-                if len(self._head) >= MAX_HEAD_BYTES:
-                    raise ProtocolError(f"the head of the answer exceeds {MAX_HEAD_BYTES} bytes")
+        head, rest = self._early, data
+        if head is None:
+            if (found := self._parse_head(data)) is None:
                 return
-            head = parse_response_head(rest[at : end + 4], self._to_head)
-            status, at = head.status, end + 4
-            if status == 101:
-                raise ProtocolError("the answer changes the protocol")
-        rest = rest[at:]
+            head, rest = found
+            if not rest and head.is_events:
+                # vLLM sends this head at once, and the first event with the first token: until
+                # then the answer has not begun, and another replica can still be tried.
+                self._early = head
+                return
+        self._early = None
         used = head.body.feed(rest) if rest and not head.body.is_done else 0
-        self._head, self._body = b"", head.body
+        self._body = head.body
         self.is_kept = head.keep_alive
         is_clean = used == len(rest)
         sink.on_head(head, rest if is_clean else rest[:used])
         # The sink may have dropped the connection.
         if head.body.is_done and self._sink is sink:
             self._end(sink, is_clean)
+
+    def _parse_head(self, data: bytes) -> tuple[ResponseHead, bytes] | None:
+        """Return the head and the bytes after it; None if the head is not complete."""
+        rest = self._head + data if self._head else data
+        at = 0
+        while True:
+            end = rest.find(b"\r\n\r\n", at, at + MAX_HEAD_BYTES)
+            if end < 0:
+                self._head = rest[at:]
+                if len(self._head) >= MAX_HEAD_BYTES:
+                    raise ProtocolError(f"the head of the answer exceeds {MAX_HEAD_BYTES} bytes")
+                return None
+            head = parse_response_head(rest[at : end + 4], self._to_head)
+            at = end + 4
+            if head.status == 101:
+                raise ProtocolError("the answer changes the protocol")
+            if head.status >= 200:
+                self._head = b""
+                return head, rest[at:]
 
     def _end(self, sink: Sink, is_clean: bool) -> None:
         if self._sink is not sink:
@@ -165,7 +183,8 @@ class ReplicaConnection(asyncio.Protocol):
         if isinstance(self._body, UntilClose) and exc is None:
             sink.on_end()
             return
-        was_reused = self.num_answers > 0 and self._body is None and not self._head
+        has_begun = self._body is not None or self._early is not None or bool(self._head)
+        was_reused = self.num_answers > 0 and not has_begun
         sink.on_broken("the connection broke", was_reused)
 
     @property

@@ -37,6 +37,7 @@ _NO_TRAILERS = frozenset(
 """Fields refused as trailers: a client that merges trailers into the head would read another answer
 (RFC 9110, 6.5.1)."""
 _DIGITS = re.compile(rb"[0-9]{1,18}")
+_EVENTS = re.compile(rb"^content-type:[ \t]*text/event-stream", re.IGNORECASE | re.MULTILINE)
 _HEX = re.compile(rb"[0-9a-fA-F]{1,15}")
 
 
@@ -219,12 +220,14 @@ class ResponseHead:
         lines: Status line and fields for the client, without the fields about the connection and
             without the empty line at the end.
         keep_alive: True if the connection may be used again after the body.
+        is_events: True if the body is a chunked stream of server-sent events.
     """
 
     status: int
     lines: bytes
     body: Body
     keep_alive: bool
+    is_events: bool
 
 
 def parse_response_head(head: bytes, to_head: bool = False) -> ResponseHead:
@@ -260,7 +263,9 @@ def parse_response_head(head: bytes, to_head: bool = False) -> ResponseHead:
         kept = _without(kept, connection)
     persists = b"keep-alive" in connection if minor == b"0" else b"close" not in connection
     lines = b"HTTP/1.1 %b %b\r\n%b" % (digits, reason or b"", kept)
-    return ResponseHead(status, lines, body, persists and not isinstance(body, UntilClose))
+    keep_alive = persists and not isinstance(body, UntilClose)
+    is_events = isinstance(body, ChunkedBody) and _EVENTS.search(kept) is not None
+    return ResponseHead(status, lines, body, keep_alive, is_events)
 
 
 def _keep(match: re.Match[bytes]) -> bytes:

@@ -10,6 +10,7 @@ from banaserve.base.net.refusal_log import RefusalLog
 from banaserve_route.balancer.auth import PEER_FIELD, REGIONS_FIELD
 from banaserve_route.balancer.config import BalancerSettings
 from banaserve_route.balancer.http.request import ClientRequest
+from banaserve_route.balancer.requests.hedging import HedgeEvent, Hedger
 from banaserve_route.balancer.requests.queue import RequestQueue
 from banaserve_route.balancer.requests.routing_request import without_tried
 from banaserve_route.balancer.targets.membership import TargetRegistry
@@ -29,6 +30,7 @@ class Dispatcher:
         log: Called with one line per event.
         max_attempts: Maximum number of targets tried for a request before an answer's first byte.
         max_queue: Maximum number of requests that wait.
+        hedger: Time limits and budget of hedged requests; None if there are none.
     """
 
     def __init__(
@@ -36,10 +38,12 @@ class Dispatcher:
         fleet: Fleet,
         targets: TargetRegistry,
         queue: RequestQueue,
+        hedger: Hedger,
         log: Callable[[str], None],
     ) -> None:
         self.fleet, self.queue, self.log = fleet, queue, log
         self._targets = targets
+        self._hedger = hedger
         self._lacks = RefusalLog(log)
         self.take_settings(BalancerSettings())
 
@@ -48,6 +52,8 @@ class Dispatcher:
         self._policy = registry.POLICIES.label(settings.policy.name)
         self.max_attempts = settings.limits.max_attempts
         self.max_queue = settings.limits.max_queue
+        self.hedger = self._hedger if settings.hedge.after else None
+        self._hedger.take_settings(settings.hedge)
         self._has_keys = bool(settings.api_keys or settings.tenants)
 
     def decide(self, request: Request, without: set[str]) -> RoutingDecision:
@@ -71,15 +77,38 @@ class Dispatcher:
             raise PolicyError(f"policy {self._policy}: {one_line(error)}") from error
         raise PolicyError(f"policy {self._policy}: there is no replica {target!r}")
 
+    def decide_hedge(
+        self, request: Request, tried: set[str], first: Target
+    ) -> RoutingDecision | HedgeEvent:
+        """Return a decision for a second attempt beside the one at ``first``, or why there is none.
+
+        Args:
+            tried: Targets that are not asked again, ``first`` among them.
+
+        Raises:
+            PolicyError: The policy fails, or names an unknown target.
+        """
+        others = [one for one in self.others(request, tried) if not one.is_peer]
+        if not any(one.view.is_available for one in others):
+            return HedgeEvent.NO_REPLICA
+        decision = self.decide(request, tried)
+        second = next((one.view for one in others if one.view.id == decision.target), None)
+        if second is None:
+            return HedgeEvent.NO_REPLICA
+        if self.queue or second.pending or second.prefilling > first.view.prefilling:
+            return HedgeEvent.OVERLOADED
+        return decision if self._hedger.spend() else HedgeEvent.OVER_BUDGET
+
+    def count_hedge(self, event: HedgeEvent) -> None:
+        self._hedger.counts[event] += 1
+
     def has_other(self, request: Request, tried: set[str]) -> bool:
         """Return whether a target that is not in ``tried`` may be sent ``request`` at present."""
         return any(one.view.is_available for one in self.others(request, tried))
 
     def has_alive(self, request: Request, tried: set[str]) -> bool:
         """Return whether a target not in ``tried`` may be sent ``request`` once it has room."""
-        return any(
-            one.is_healthy and not one.breaker.is_open for one in self.others(request, tried)
-        )
+        return any(one.is_up for one in self.others(request, tried))
 
     def others(self, request: Request, tried: set[str]) -> list[Target]:
         """Return targets not in ``tried`` to which the policy may send ``request`` at some time."""

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable, Hashable
 from time import monotonic
 
 from banaserve.base.errors import PolicyError
-from banaserve.base.net.sockets import is_own_fault
 from banaserve_route.balancer.http import replies
 from banaserve_route.balancer.http.client_connection import ClientConnection
-from banaserve_route.balancer.http.replica_connection import ReplicaConnection, Sink
+from banaserve_route.balancer.http.replica_connection import Sink
 from banaserve_route.balancer.http.request import ClientRequest
 from banaserve_route.balancer.http.response import Body, ChunkedBody, ResponseHead, UntilClose
+from banaserve_route.balancer.requests.attempt import UpstreamAttempt
 from banaserve_route.balancer.requests.dispatcher import Dispatcher
+from banaserve_route.balancer.requests.hedging import HedgeEvent
 from banaserve_route.balancer.requests.routing_request import stored_response
 from banaserve_route.balancer.tenants import TenantUse
 from banaserve_route.policies.interface import Flight, Request, RoutingDecision, RoutingReason
-
-FAULTS = frozenset((502, 503, 504))
-"""Statuses that count as the replica's fault. Not 500: one bad request would open every circuit."""
 
 RETRIED = frozenset((429, 502, 503, 504))
 """Statuses after which another replica is tried: the replica is too busy, or not available."""
 
 _BACKOFF_S = 0.1
-_EVENTS = re.compile(rb"\r\ncontent-type:[ \t]*text/event-stream", re.IGNORECASE)
-_USAGE = re.compile(rb'"(completion_tokens|cached_tokens|prompt_tokens)"\s*:\s*(\d{1,9})')
-_TAIL_BYTES = 4096
 
 
 class ProxiedRequest:
@@ -49,6 +43,7 @@ class ProxiedRequest:
         "_client",
         "_dispatcher",
         "_had_free_try",
+        "_hedge",
         "_holder_is_busy",
         "_is_events",
         "_last",
@@ -95,6 +90,7 @@ class ProxiedRequest:
         self.kind = self._kind()
         self._attempt: UpstreamAttempt | None = None
         self._backoff: asyncio.TimerHandle | None = None
+        self._hedge: Hedge | None = None
         self._body: Body | None = None
         self._last = b""
         self._why = ""
@@ -105,7 +101,8 @@ class ProxiedRequest:
         """Return the known tokens of prompt and answer; 0 before a replica was asked."""
         if not self.flights:
             return 0
-        return self.prompt_tokens + (self.flights[-1].output_tokens or self.num_reads)
+        answered = sum(flight.output_tokens for flight in self.flights)
+        return self.prompt_tokens + (answered or self.num_reads)
 
     # Finding a target.
 
@@ -143,14 +140,76 @@ class ProxiedRequest:
         self._answer(503, self._why or "no replica became free in time; try again shortly", 2.0)
 
     def _send(self, decision: RoutingDecision) -> None:
+        attempt = self._attempt = self._begin(decision, self)
+        hedger = self._dispatcher.hedger
+        if hedger is not None and len(self.flights) == 1 and not attempt.target.is_peer:
+            delay_s = hedger.delay_s(self.message, attempt.flight)
+            if delay_s is not None:
+                self._hedge = Hedge(self, delay_s)
+
+    def _begin(self, decision: RoutingDecision, sink: Sink) -> UpstreamAttempt:
         dispatcher, message = self._dispatcher, self.message
-        attempt = self._attempt = UpstreamAttempt(dispatcher, self.request, decision)
+        attempt = UpstreamAttempt(dispatcher, self.request, decision)
         self.flights.append(attempt.flight)
         self.num_attempts += 1
         fields = dispatcher.fields(
             attempt.target, message, self.request, self.parent, self.identity
         )
-        attempt.start(message.parts(fields), self, message.method == b"HEAD")
+        attempt.start(message.parts(fields), sink, message.method == b"HEAD")
+        return attempt
+
+    # A second attempt beside the first one.
+
+    def hedge(self, hedge: Hedge) -> None:
+        """Begin the second attempt of ``hedge``, if one is allowed now."""
+        first, dispatcher = self._attempt, self._dispatcher
+        if first is None or self.num_attempts >= dispatcher.max_attempts:
+            return
+        tried = {*self._tried, first.target.view.id}
+        try:
+            decision = dispatcher.decide_hedge(self.request, tried, first.target)
+        except PolicyError as failure:
+            dispatcher.log(str(failure))
+            return
+        if isinstance(decision, RoutingDecision):
+            hedge.attempt = self._begin(decision, hedge)
+            decision = HedgeEvent.SENT
+        dispatcher.count_hedge(decision)
+
+    def hedge_again(self, hedge: Hedge, failed: UpstreamAttempt) -> None:
+        """Try a third replica after the second attempt has failed, while the first one is late."""
+        self._tried.add(failed.target.view.id)
+        self.hedge(hedge)
+
+    def use_second(self) -> None:
+        """Use the second attempt, whose answer begins before the first one's."""
+        first, hedge = self._attempt, self._hedge
+        assert first is not None
+        assert hedge is not None
+        self._attempt = hedge.take()
+        first.broke(is_fault=False)
+        self._dispatcher.count_hedge(HedgeEvent.WON)
+
+    def _has_second(self) -> bool:
+        """Go on with the second attempt if there is one, since the first one has failed."""
+        hedge = self._hedge
+        if hedge is None or hedge.attempt is None:
+            return False
+        self._attempt = hedge.take()
+        self._dispatcher.count_hedge(HedgeEvent.WON)
+        hedge.start()
+        return True
+
+    def _end_hedge(self) -> None:
+        hedge, self._hedge = self._hedge, None
+        if hedge is not None:
+            hedge.end()
+
+    def failed(self, attempt: UpstreamAttempt, why: str) -> None:
+        """Record that an attempt ended by its target's fault, before an answer had begun."""
+        attempt.broke(is_fault=True)
+        self._why = f"{attempt.target.name}: {why}"
+        self._dispatcher.log(self._why)
 
     # The answer, from the replica's connection.
 
@@ -172,9 +231,11 @@ class ProxiedRequest:
             self._release()
             self._answer(505, "the answer comes in chunks: ask by HTTP/1.1", None)
             return
+        if self._hedge is not None:
+            self._end_hedge()
         self.status, self._body, self._last = status, body, data
         attempt.first_byte(now_s)
-        self._is_events = isinstance(body, ChunkedBody) and _EVENTS.search(head.lines) is not None
+        self._is_events = head.is_events
         if isinstance(body, UntilClose):
             client.can_go_on = False
         if client.can_go_on:
@@ -199,6 +260,12 @@ class ProxiedRequest:
         assert attempt is not None
         if self.status:
             self._break_off(attempt, why)
+        elif self._has_second():
+            self._tried.add(attempt.target.view.id)
+            if was_reused or is_ours:
+                attempt.broke(is_fault=False)
+            else:
+                self.failed(attempt, why)
         elif was_reused and not self._had_free_try:
             self._had_free_try = True
             attempt.broke(is_fault=False)
@@ -209,9 +276,7 @@ class ProxiedRequest:
         elif is_ours:
             self._lack(attempt, why)
         else:
-            attempt.broke(is_fault=True)
-            self._why = f"{attempt.target.name}: {why}"
-            self._dispatcher.log(self._why)
+            self.failed(attempt, why)
             if self.num_attempts < self._dispatcher.max_attempts:
                 self._again(attempt)
             else:
@@ -259,6 +324,8 @@ class ProxiedRequest:
         self._backoff = asyncio.get_running_loop().call_later(pause_s, self._rejoin)
 
     def _may_go_on(self, attempt: UpstreamAttempt) -> bool:
+        if self._hedge is not None and self._hedge.attempt is not None:
+            return True
         tried = {*self._tried, attempt.target.view.id}
         is_left = self.num_attempts < self._dispatcher.max_attempts
         return is_left and self._dispatcher.has_other(self.request, tried)
@@ -266,6 +333,8 @@ class ProxiedRequest:
     def _again(self, attempt: UpstreamAttempt) -> None:
         attempt.target.num_retried += 1
         self._tried.add(attempt.target.view.id)
+        if self._has_second():
+            return
         if self._dispatcher.has_other(self.request, self._tried):
             self._rejoin()
             return
@@ -318,6 +387,8 @@ class ProxiedRequest:
         self._end(status)
 
     def _end(self, status: int) -> None:
+        if self._hedge is not None:
+            self._end_hedge()
         self.is_over, self.status = True, status
         self._client.done(self.message)
         self._on_ended(self)
@@ -344,6 +415,8 @@ class ProxiedRequest:
         self._dispatcher.queue.leave(self)
         if self._backoff is not None:
             self._backoff.cancel()
+        if self._hedge is not None:
+            self._end_hedge()
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
             attempt.broke(is_fault=False)
@@ -357,113 +430,64 @@ class ProxiedRequest:
             self._attempt.resume()
 
 
-class UpstreamAttempt:
-    """Attempt at one target, counted as sent when it is created, and as ended exactly once.
+class Hedge:
+    """Second attempt of a request whose first token is late, and the sink of its answer.
+
+    The answer that begins first is used, unless it is an error; the other attempt is cancelled.
 
     Attributes:
-        flight: Record of the attempt for the policy.
-        prompt_tokens: Number of prompt tokens that the answer states; 0 if it states none.
+        attempt: Second attempt while it is not known which one is used; None before and after.
     """
 
-    __slots__ = (
-        "_connecting",
-        "_dispatcher",
-        "_upstream",
-        "flight",
-        "is_over",
-        "prompt_tokens",
-        "target",
-    )
+    __slots__ = ("_delay_s", "_request", "_timer", "attempt")
 
-    def __init__(self, dispatcher: Dispatcher, request: Request, decision: RoutingDecision) -> None:
-        """``decision`` must have a target."""
-        now_s = monotonic()
-        self._dispatcher = dispatcher
-        self._upstream: ReplicaConnection | None = None
-        self._connecting: asyncio.Task[None] | None = None
-        self.is_over = False
-        self.prompt_tokens = 0
-        self.target = dispatcher.target(decision)
-        self.flight = dispatcher.fleet.sent(request, decision, now_s)
-        self.target.sent(now_s)
+    def __init__(self, request: ProxiedRequest, delay_s: float) -> None:
+        """``delay_s`` is the time after which the first token of ``request`` is late."""
+        self._request, self._delay_s = request, delay_s
+        self.attempt: UpstreamAttempt | None = None
+        self.start()
 
-    def start(self, parts: list[bytes], sink: Sink, to_head: bool) -> None:
-        """Send the request, on an idle connection or on a new one."""
-        upstream = self.target.pool.take()
-        if upstream is not None:
-            self._upstream = upstream
-            upstream.send(parts, sink, to_head)
+    def start(self) -> None:
+        """Begin a second attempt if the first token has not come in time."""
+        later = asyncio.get_running_loop().call_later
+        self._timer = later(self._delay_s, self._request.hedge, self)
+
+    def take(self) -> UpstreamAttempt | None:
+        """Return the second attempt, to be used or ended; None if there is none."""
+        attempt, self.attempt = self.attempt, None
+        return attempt
+
+    def end(self) -> None:
+        """Cancel the second attempt, under way or to come."""
+        self._timer.cancel()
+        if (attempt := self.take()) is not None:
+            attempt.broke(is_fault=False)
+
+    def on_head(self, head: ResponseHead, data: bytes) -> None:
+        if self.attempt is None:
+            self._request.on_head(head, data)
+        elif head.status < 400:
+            self._request.use_second()
+            self._request.on_head(head, data)
+        elif (attempt := self.take()) is not None:
+            attempt.drop()
+            attempt.answered(head.status, monotonic())
+            if head.status in RETRIED:
+                self._request.hedge_again(self, attempt)
+
+    def on_body(self, data: bytes) -> None:
+        self._request.on_body(data)
+
+    def on_end(self) -> None:
+        self._request.on_end()
+
+    def on_broken(self, why: str, was_reused: bool, is_ours: bool = False) -> None:
+        attempt = self.take()
+        if attempt is None:
+            self._request.on_broken(why, was_reused, is_ours)
             return
-        connecting = self._connect(parts, sink, to_head)
-        self._connecting = asyncio.get_running_loop().create_task(connecting)
-
-    async def _connect(self, parts: list[bytes], sink: Sink, to_head: bool) -> None:
-        try:
-            upstream = await self.target.pool.connect()
-        except OSError as error:
-            if not self.is_over:
-                why = "timed out" if isinstance(error, TimeoutError) else error.strerror or "failed"
-                why, is_ours = f"cannot connect ({why.lower()})", is_own_fault(error)
-                sink.on_broken(why, was_reused=False, is_ours=is_ours)
-            return
-        if self.is_over:
-            self.target.pool.give_back(upstream)
+        if was_reused or is_ours:
+            attempt.broke(is_fault=False)
         else:
-            self._upstream = upstream
-            upstream.send(parts, sink, to_head)
-
-    def first_byte(self, now_s: float) -> None:
-        """Record that the answer has begun."""
-        self._dispatcher.fleet.first_token(self.flight, now_s)
-
-    def answered(self, status: int, now_s: float, last: bytes = b"", num_reads: int = 0) -> None:
-        """Record that the answer is complete, or that another attempt follows.
-
-        Args:
-            last: Last bytes of the answer, which may state its number of tokens.
-            num_reads: Number of parts of the answer: about one per token of a stream.
-        """
-        self._end()
-        if status >= 400:
-            self._dispatcher.fleet.failed(self.flight, now_s, is_fault=status in FAULTS)
-        else:
-            usage = dict(_USAGE.findall(last[-_TAIL_BYTES:]))
-            cached = usage.get(b"cached_tokens")
-            tokens = int(usage.get(b"completion_tokens", num_reads))
-            cached_tokens = None if cached is None else int(cached)
-            self.prompt_tokens = int(usage.get(b"prompt_tokens", 0))
-            self._dispatcher.fleet.finished(self.flight, now_s, tokens, cached_tokens)
-        # Last: the target is full or not by the requests that the fleet still counts there.
-        self.target.answered(status, status in FAULTS, now_s)
-
-    def broke(self, is_fault: bool) -> None:
-        """Record that the answer will not be complete, and close the attempt's connection.
-
-        Args:
-            is_fault: True if the target is at fault, and not, say, a client that went away.
-        """
-        now_s = monotonic()
-        self._dispatcher.fleet.failed(self.flight, now_s, is_fault)
-        self.target.broke(is_fault, now_s)
-        self.drop()
-
-    def drop(self) -> None:
-        """Close the connection: its further bytes are of no use."""
-        upstream = self._upstream
-        if self._connecting is not None:
-            self._connecting.cancel()
-        self._end()
-        if upstream is not None:
-            upstream.abort()
-
-    def _end(self) -> None:
-        self.is_over = True
-        self._upstream = None
-
-    def pause(self) -> None:
-        if self._upstream is not None:
-            self._upstream.pause()
-
-    def resume(self) -> None:
-        if self._upstream is not None:
-            self._upstream.resume()
+            self._request.failed(attempt, why)
+        self._request.hedge_again(self, attempt)

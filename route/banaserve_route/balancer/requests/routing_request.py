@@ -26,6 +26,7 @@ MAX_CONVERTED_BYTES = 2**20
 """Maximum size of a body to convert to UTF-8: a longer conversion would block everything else."""
 
 _NOTHING = msgspec.Raw(b"")
+_TRUE = msgspec.Raw(b"true")
 _RESPONSES = (b"/v1/responses", b"/v1/responses/render")
 _STORED = re.compile(rb"/v1/responses/([^/]{1,256})(?:/cancel)?/?")
 
@@ -40,6 +41,7 @@ class _Body(msgspec.Struct):
     input: msgspec.Raw = _NOTHING
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    stream: msgspec.Raw = _NOTHING
 
 
 class _Continuation(msgspec.Struct):
@@ -52,9 +54,9 @@ _decode = msgspec.json.Decoder(_Body).decode
 _decode_continuation = msgspec.json.Decoder(_Continuation).decode
 
 
-def blind_request(request_id: RequestId, now_s: float) -> Request:
-    """Return the request as shown to a policy that reads no prompt."""
-    return Request(request_id, 1, arrived_s=now_s)
+def blind_request(request_id: RequestId, message: ClientRequest, now_s: float) -> Request:
+    """Return the request as shown to a policy that reads no prompt: its length is estimated."""
+    return Request(request_id, max(1, message.size // BYTES_A_TOKEN), arrived_s=now_s)
 
 
 def read_request(
@@ -84,6 +86,7 @@ def read_request(
         allowed_regions,
         was_forwarded,
         now_s,
+        is_streamed=body.stream == _TRUE,
     )
 
 

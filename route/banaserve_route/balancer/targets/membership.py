@@ -133,7 +133,7 @@ class TargetRegistry:
     @property
     def is_ready(self) -> bool:
         """Return whether a request would find a target."""
-        return any(one.is_healthy and not one.breaker.is_open for one in self.targets.values())
+        return any(one.is_up for one in self.targets.values())
 
     def state(self, queue_length: int) -> PeerState:
         """Return the state that this balancer reports to its peers."""

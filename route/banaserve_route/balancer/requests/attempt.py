@@ -1,0 +1,132 @@
+"""Attempt to get an answer from one target, counted from its beginning to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from time import monotonic
+
+from banaserve.base.net.sockets import is_own_fault
+from banaserve_route.balancer.http.replica_connection import ReplicaConnection, Sink
+from banaserve_route.balancer.requests.dispatcher import Dispatcher
+from banaserve_route.policies.interface import Request, RoutingDecision
+
+FAULTS = frozenset((502, 503, 504))
+"""Statuses that count as the replica's fault. Not 500: one bad request would open every circuit."""
+
+_USAGE = re.compile(rb'"(completion_tokens|cached_tokens|prompt_tokens)"\s*:\s*(\d{1,9})')
+_TAIL_BYTES = 4096
+
+
+class UpstreamAttempt:
+    """Attempt at one target, counted as sent when it is created, and as ended exactly once.
+
+    Attributes:
+        flight: Record of the attempt for the policy.
+        prompt_tokens: Number of prompt tokens that the answer states; 0 if it states none.
+    """
+
+    __slots__ = (
+        "_connecting",
+        "_dispatcher",
+        "_upstream",
+        "flight",
+        "is_over",
+        "prompt_tokens",
+        "target",
+    )
+
+    def __init__(self, dispatcher: Dispatcher, request: Request, decision: RoutingDecision) -> None:
+        """``decision`` must have a target."""
+        now_s = monotonic()
+        self._dispatcher = dispatcher
+        self._upstream: ReplicaConnection | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self.is_over = False
+        self.prompt_tokens = 0
+        self.target = dispatcher.target(decision)
+        self.flight = dispatcher.fleet.sent(request, decision, now_s)
+        self.target.sent(now_s)
+
+    def start(self, parts: list[bytes], sink: Sink, to_head: bool) -> None:
+        """Send the request, on an idle connection or on a new one."""
+        upstream = self.target.pool.take()
+        if upstream is not None:
+            self._upstream = upstream
+            upstream.send(parts, sink, to_head)
+            return
+        connecting = self._connect(parts, sink, to_head)
+        self._connecting = asyncio.get_running_loop().create_task(connecting)
+
+    async def _connect(self, parts: list[bytes], sink: Sink, to_head: bool) -> None:
+        try:
+            upstream = await self.target.pool.connect()
+        except OSError as error:
+            if not self.is_over:
+                why = "timed out" if isinstance(error, TimeoutError) else error.strerror or "failed"
+                why, is_ours = f"cannot connect ({why.lower()})", is_own_fault(error)
+                sink.on_broken(why, was_reused=False, is_ours=is_ours)
+            return
+        if self.is_over:
+            self.target.pool.give_back(upstream)
+        else:
+            self._upstream = upstream
+            upstream.send(parts, sink, to_head)
+
+    def first_byte(self, now_s: float) -> None:
+        """Record that the answer has begun."""
+        self._dispatcher.fleet.first_token(self.flight, now_s)
+
+    def answered(self, status: int, now_s: float, last: bytes = b"", num_reads: int = 0) -> None:
+        """Record that the answer is complete, or that another attempt follows.
+
+        Args:
+            last: Last bytes of the answer, which may state its number of tokens.
+            num_reads: Number of parts of the answer: about one per token of a stream.
+        """
+        self._end()
+        if status >= 400:
+            self._dispatcher.fleet.failed(self.flight, now_s, is_fault=status in FAULTS)
+        else:
+            usage = dict(_USAGE.findall(last[-_TAIL_BYTES:]))
+            cached = usage.get(b"cached_tokens")
+            tokens = int(usage.get(b"completion_tokens", num_reads))
+            cached_tokens = None if cached is None else int(cached)
+            self.prompt_tokens = int(usage.get(b"prompt_tokens", 0))
+            self._dispatcher.fleet.finished(self.flight, now_s, tokens, cached_tokens)
+        # Last: the target is full or not by the requests that the fleet still counts there.
+        self.target.answered(status, status in FAULTS, now_s)
+        self.target.record(self.flight, status, now_s)
+
+    def broke(self, is_fault: bool) -> None:
+        """Record that the answer will not be complete, and close the attempt's connection.
+
+        Args:
+            is_fault: True if the target is at fault, and not, say, a client that went away.
+        """
+        now_s = monotonic()
+        self._dispatcher.fleet.failed(self.flight, now_s, is_fault)
+        self.target.broke(is_fault, now_s)
+        self.target.record(self.flight, 502 if is_fault else 0, now_s)
+        self.drop()
+
+    def drop(self) -> None:
+        """Close the connection: its further bytes are of no use."""
+        upstream = self._upstream
+        if self._connecting is not None:
+            self._connecting.cancel()
+        self._end()
+        if upstream is not None:
+            upstream.abort()
+
+    def _end(self) -> None:
+        self.is_over = True
+        self._upstream = None
+
+    def pause(self) -> None:
+        if self._upstream is not None:
+            self._upstream.pause()
+
+    def resume(self) -> None:
+        if self._upstream is not None:
+            self._upstream.resume()
