@@ -41,7 +41,7 @@ def found(discovery: Discovery) -> list[str]:
 async def test_each_address_of_a_name_is_a_replica_with_the_settings_of_the_name() -> None:
     names, said = Names("10.0.0.1", "fd00::1"), []
     given = settings(f"dns+http://{NAME}:8000", "http://other:1", max_outstanding=7)
-    discovery = Discovery(given, said.append, names)
+    discovery = Discovery(given, said.append, {"dns": names})
     assert found(discovery) == ["http://other:1"]
     assert await discovery.look()
     assert names.asked == [(NAME, 8000)]
@@ -56,7 +56,7 @@ async def test_each_address_of_a_name_is_a_replica_with_the_settings_of_the_name
 
 async def test_a_failed_lookup_changes_nothing_and_is_said_once() -> None:
     names, said = Names("10.0.0.1"), []
-    discovery = Discovery(settings(f"dns+http://{NAME}:8000"), said.append, names)
+    discovery = Discovery(settings(f"dns+http://{NAME}:8000"), said.append, {"dns": names})
     await discovery.look()
     names.addresses = None
     assert [await discovery.look() for _ in range(3)] == [False] * 3
@@ -72,7 +72,7 @@ async def test_the_balancer_follows_the_addresses_and_keeps_what_stays(
 ) -> None:
     monkeypatch.setattr(discovery_module, "LOOK_S", 0.005)
     names, said = Names("127.0.0.1", "127.0.0.2"), asyncio.Queue()
-    discovery = Discovery(settings("dns+http://name:9"), said.put_nowait, names)
+    discovery = Discovery(settings("dns+http://name:9"), said.put_nowait, {"dns": names})
     await discovery.look()
     balancer = Balancer(discovery.settings, said.put_nowait)
     kept = balancer.targets["127.0.0.2:9"]
@@ -87,7 +87,7 @@ async def test_the_balancer_follows_the_addresses_and_keeps_what_stays(
 
 async def test_settings_that_are_refused_leave_the_names_as_before() -> None:
     names = Names("127.0.0.1")
-    discovery = Discovery(settings("dns+http://name:9"), print, names)
+    discovery = Discovery(settings("dns+http://name:9"), print, {"dns": names})
     await discovery.look()
     balancer = Balancer(discovery.settings, print)
     with pytest.raises(UserError, match="is there twice"):

@@ -17,8 +17,8 @@ from banaserve.base.net.tls import ClientTls, ServerTls
 from banaserve.base.text.names import check_known
 from banaserve.kvstore.sizes import parse_size
 
-BY_NAME = "dns+"
-"""Beginning of the URL of a service: each address of its host's name is a replica."""
+_LOOKUP = re.compile(r"(dns|k8s)\+")
+"""Beginning of the URL of a service: each address of it is a replica."""
 MAX_TOLD_REPLICAS = 256
 """Maximum number of replicas that one balancer reports to another."""
 OWN_HOST = "*"
@@ -33,8 +33,9 @@ class ReplicaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Settings of a replica.
 
     Attributes:
-        url: URL of the replica, ``http://HOST:PORT``; or ``dns+http://HOST:PORT`` for a replica at
-            each address of the name, looked up every five seconds.
+        url: URL of the replica, ``http://HOST:PORT``. Or, looked up every five seconds,
+            ``dns+http://HOST:PORT`` for a replica at each address of the name, and
+            ``k8s+http://SERVICE.NAMESPACE:PORT`` for one at each ready server of a service.
         id: Name of the replica in metrics and logs; empty for host and port.
         models: Names of the models that the replica serves; empty for any model.
         key: Key sent to the replica instead of the client's key.
@@ -96,9 +97,15 @@ class ReplicaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         return KvEndpoints(events, replay, self.kv_ranks)
 
     @property
+    def lookup(self) -> str:
+        """How the addresses of a service are found, ``dns`` or ``k8s``; empty for one address."""
+        found = _LOOKUP.match(self.url)
+        return found[1] if found else ""
+
+    @property
     def is_name(self) -> bool:
         """True if each address of the host's name is a replica."""
-        return self.url.startswith(BY_NAME)
+        return bool(self.lookup)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -107,7 +114,7 @@ class ReplicaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         Raises:
             UserError: The URL is invalid.
         """
-        return parse_endpoint(self.url.removeprefix(BY_NAME))
+        return parse_endpoint(self.url.removeprefix(f"{self.lookup}+"))
 
 
 class PeerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -1,19 +1,21 @@
-"""Replicas by the name of a service: each address of ``dns+http://NAME:PORT`` is a replica.
+"""Replicas by the name of a service: each address of it is a replica.
 
-For names with an address for each server, such as headless services of Kubernetes.
+``dns+http://NAME:PORT`` is for names with an address for each server, such as headless services of
+Kubernetes; ``k8s+http://SERVICE.NAMESPACE:PORT`` asks the API of Kubernetes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 
 from msgspec import structs
 
 from banaserve.base.errors import UserError
 from banaserve_route.balancer.balancer import Balancer
-from banaserve_route.balancer.config import BY_NAME, BalancerSettings, Endpoint, ReplicaSettings
+from banaserve_route.balancer.config import BalancerSettings, Endpoint, ReplicaSettings
+from banaserve_route.balancer.kubernetes import EndpointSlices
 from banaserve_route.balancer.targets.health import run_periodically
 
 LOOK_S = 5.0
@@ -38,6 +40,10 @@ async def resolve(host: str, port: int) -> list[str] | None:
     return sorted({str(address[0]) for *_, address in found})[:_MAX_ADDRESSES]
 
 
+LOOKUPS: Mapping[str, Resolve] = {"dns": resolve, "k8s": EndpointSlices()}
+"""Resolvers by the beginning of a URL."""
+
+
 class Discovery:
     """Settings of a balancer with the addresses of each name in place of the name.
 
@@ -46,14 +52,18 @@ class Discovery:
 
     Args:
         settings: Settings as they were given, perhaps with names.
+        lookups: Resolvers by the beginning of a URL.
     """
 
     def __init__(
-        self, settings: BalancerSettings, log: Callable[[str], None], resolve: Resolve = resolve
+        self,
+        settings: BalancerSettings,
+        log: Callable[[str], None],
+        lookups: Mapping[str, Resolve] = LOOKUPS,
     ) -> None:
-        self._given, self._log, self._resolve = settings, log, resolve
-        self._found: dict[Endpoint, list[str]] = {}
-        self._failed: set[Endpoint] = set()
+        self._given, self._log, self._lookups = settings, log, lookups
+        self._found: dict[str, list[str]] = {}
+        self._failed: set[str] = set()
 
     @property
     def settings(self) -> BalancerSettings:
@@ -65,23 +75,31 @@ class Discovery:
         if not one.is_name:
             yield one
             return
-        service = one.endpoint
-        for host in self._found.get(service, ()):
-            yield structs.replace(one, url=Endpoint(host, service.port).url)
+        for host in self._found.get(one.url, ()):
+            yield structs.replace(one, url=Endpoint(host, one.endpoint.port).url)
 
     async def look(self) -> bool:
         """Look up every name; return whether an address has come or gone."""
         before = dict(self._found)
-        names = [one.endpoint for one in self._given.replicas if one.is_name]
-        answers = await asyncio.gather(*(self._resolve(one.host, one.port) for one in names))
-        for name, found in zip(names, answers, strict=True):
-            if found is not None:
+        services = [one for one in self._given.replicas if one.is_name]
+        answers = await asyncio.gather(*map(self._ask, services))
+        for name, found in zip((one.url for one in services), answers, strict=True):
+            if isinstance(found, list):
                 self._found[name] = found
                 self._failed.discard(name)
             elif name not in self._failed:
                 self._failed.add(name)
-                self._log(f"{name.host} cannot be looked up; going on with the addresses as before")
+                self._log(f"{found}; going on with the addresses as before")
         return self._found != before
+
+    async def _ask(self, one: ReplicaSettings) -> list[str] | str:
+        """Return the addresses of a service, or why they cannot be looked up."""
+        service = one.endpoint
+        try:
+            found = await self._lookups[one.lookup](service.host, service.port)
+        except UserError as error:
+            return f"{one.url}: {error}"
+        return f"{service.host} cannot be looked up" if found is None else found
 
     async def take(self, settings: BalancerSettings, balancer: Balancer) -> None:
         """Apply settings that were given anew.
@@ -108,6 +126,6 @@ class Discovery:
             except UserError as error:
                 self._log(f"{error}; going on as before")
             else:
-                self._log(f"addresses of {BY_NAME} replicas: {len(balancer.targets)} targets")
+                self._log(f"addresses of services have changed: {len(balancer.targets)} targets")
 
         await run_periodically(look, LOOK_S, self._log, "looking up replicas")
