@@ -42,7 +42,7 @@ class RouteOptions:
         "TOML or YAML, instead of all other options", None, Path, metavar="FILE"
     )
     replica: tuple[str, ...] = option(
-        "one server, or dns+http://NAME:PORT or k8s+http://SERVICE.NAMESPACE:PORT; repeat for several",
+        "one server, or dns+http://NAME:PORT or k8s+http://SERVICE.NAMESPACE:PORT; repeat for more",
         (),
         metavar="URL",
     )
