@@ -14,7 +14,9 @@ from banaserve.base.arguments import ABOVE_0, argument, option
 from banaserve.base.errors import NoInstanceError, UserError
 from banaserve.cli import main as cli
 from banaserve.cli.app import App
+from banaserve.cli.kvstore import store_rows
 from banaserve.cli.terminal.console import print_rows
+from banaserve.kvstore.stats import StoreStats
 
 
 def install_command(monkeypatch, body, attribute="run"):
@@ -222,3 +224,18 @@ def test_help_and_doctor_import_nothing_heavy():
 def test_rows_are_aligned_plain_lines_where_there_is_no_terminal(capsys):
     print_rows([("a", "OK", "fine"), ("long", "missing", "")], {"OK": "green"})
     assert capsys.readouterr().out == "a     OK       fine\nlong  missing\n"
+
+
+@pytest.mark.parametrize(
+    ("found", "asked", "new", "line"),
+    [
+        (0, 0, 0.0, "none asked"),
+        (5, 10, 2.0, "50.0% of 10 blocks; an unlimited store would find about 80.0%"),
+        # The number of new blocks is an estimate: no store finds less than this one.
+        (5, 10, 6.5, "50.0% of 10 blocks; an unlimited store would find about 50.0%"),
+    ],
+)
+def test_the_store_shows_its_hits_beside_those_of_an_unlimited_one(found, asked, new, line):
+    numbers = {"found_blocks": found, "asked_blocks": asked, "new_blocks": new, "tiers": ()}
+    stats = StoreStats(**dict.fromkeys(StoreStats.__struct_fields__, 0) | numbers)
+    assert dict(store_rows(stats))["found for requests"] == line
