@@ -15,8 +15,7 @@ class SimRequest:
         max_tokens: Maximum number of output tokens, which routing knows; 0 if unknown.
         cached_tokens: Number of prompt tokens that are found and not computed.
         found_tokens: Number of prompt tokens that were cached when the request was routed.
-        resident_tokens: Number of ``cached_tokens`` that are in the engine's own cache, which need no
-            fetch.
+        resident_tokens: Number of ``cached_tokens`` in the engine's own cache, which need no fetch.
         to_compute: Number of tokens still to compute: of the prompt, or after a preemption of all
             tokens so far.
         computed: Number of tokens whose KV exists in the prefill under way.
