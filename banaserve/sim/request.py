@@ -13,8 +13,9 @@ class SimRequest:
         output_tokens: Number of tokens to generate, known to the simulation only.
         hash_ids: Ids of the prompt's blocks, prefix by prefix; empty without such a trace.
         max_tokens: Maximum number of output tokens, which routing knows; 0 if unknown.
-        cached_tokens: Number of prompt tokens that are fetched and not computed.
+        cached_tokens: Number of prompt tokens that are found and not computed.
         found_tokens: Number of prompt tokens that were cached when the request was routed.
+        resident_tokens: Number of ``cached_tokens`` in the engine's own cache, which need no fetch.
         to_compute: Number of tokens still to compute: of the prompt, or after a preemption of all
             tokens so far.
         computed: Number of tokens whose KV exists in the prefill under way.
@@ -53,6 +54,7 @@ class SimRequest:
         "prefill",
         "prompt_tokens",
         "rebalanced_s",
+        "resident_tokens",
         "to_compute",
         "uncounted_tokens",
     )
@@ -74,6 +76,7 @@ class SimRequest:
         self.max_tokens = max_tokens
         self.cached_tokens = 0
         self.found_tokens = 0
+        self.resident_tokens = 0
         self.to_compute = prompt_tokens
         self.computed = 0
         self.generated = 0
@@ -112,6 +115,6 @@ class SimRequest:
         """Lose the request's KV: all tokens so far have to be computed again."""
         self.to_compute = self.all_tokens
         self.computed = 0
-        self.cached_tokens = 0
+        self.cached_tokens = self.resident_tokens = 0
         self.kv_tokens = 0
         self.end_step = -1

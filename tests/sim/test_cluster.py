@@ -107,6 +107,9 @@ def test_a_local_cache_is_found_only_where_it_is() -> None:
     cluster.run([SimRequest(n, n * 2.0, 1600, 2, (1, 2, 3, 4)) for n in range(4)])
     took = [round(r.first_s - r.arrival_s, 3) for r in cluster.finished]
     assert took[0] == took[1] > took[2] == took[3]
+    # All but the last of 1,600 tokens are in the engine's own cache: nothing is fetched.
+    step_s, _ = StepCosts(PROFILE).mixed_s(1, 1 + 2 * 1599, 0, 0)
+    assert took[2] == pytest.approx(step_s, abs=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["colocated", "static", "banaserve"])

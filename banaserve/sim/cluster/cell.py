@@ -239,6 +239,7 @@ class Cell:
         request.prefill = first
         if (cache := self.caches.get(first.id)) is not None and request.hash_ids:
             cached = min(cache.lookup(request.hash_ids, request.prompt_tokens), tokens - 1)
+            request.resident_tokens = cached if self._system.cache == "local" else 0
         request.cached_tokens = request.found_tokens = cached
         request.to_compute = tokens - cached
         if first is not request.decode:

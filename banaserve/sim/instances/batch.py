@@ -133,7 +133,7 @@ class SimBatch:
             request = self.waiting.popleft()
             self.used_tokens += request.needed_tokens
             if request.to_compute:
-                self._fetched_tokens += request.cached_tokens
+                self._fetched_tokens += request.cached_tokens - request.resident_tokens
                 request.computed, request.cached_tokens = request.cached_tokens, 0
                 self.prefilling.append(request)
             else:
