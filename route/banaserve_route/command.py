@@ -76,6 +76,12 @@ class RouteOptions:
         "BANASERVE_API_KEY",
         is_repeated=True,
     )
+    admin_key: str = key_option(
+        "--admin-key",
+        "key that opens the page under /ui; BANASERVE_ADMIN_KEY",
+        "file with that key",
+        "BANASERVE_ADMIN_KEY",
+    )
     replica_key: str = key_option(
         "--replica-key",
         "key sent to replicas; BANASERVE_REPLICA_KEY",
@@ -205,5 +211,8 @@ def _banner(balancer: Balancer) -> None:
     for target in balancer.targets.values():
         state = "ready" if target.is_healthy else "does not answer yet"
         lines.append(f"  {target.endpoint.url:<32} {state}")
-    lines += [f"  API      {url}/v1", f"  metrics  {url}/metrics", "", "  Ctrl-C ends it.", ""]
+    lines += [f"  API      {url}/v1", f"  metrics  {url}/metrics"]
+    if settings.admin_key:
+        lines.append(f"  page     {url}/ui/")
+    lines += ["", "  Ctrl-C ends it.", ""]
     print("\n".join(lines), flush=True)

@@ -22,7 +22,8 @@ from banaserve.cli.serve.banner import page_line
 from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.contracts.trace_events import FirstToken
 from banaserve.frontdoor.admin.live import CODE_S, PageAccess
-from banaserve.frontdoor.page.page import PageMiddleware, page_files
+from banaserve.frontdoor.page.files import page_files
+from banaserve.frontdoor.page.page import PageMiddleware
 from banaserve.frontdoor.page.records import PageInfo
 from banaserve.frontdoor.page.replay import replay_app
 from banaserve.mains.serve import _page

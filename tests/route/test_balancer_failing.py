@@ -10,7 +10,14 @@ import socket
 
 import pytest
 
-from banaserve_route.balancer.config import HealthSettings, PolicySettings, ReplicaSettings
+from banaserve_route.balancer.config import (
+    HealthSettings,
+    PolicySettings,
+    ReplicaSettings,
+    parse_endpoint,
+)
+from banaserve_route.balancer.http.replica_connection import ConnectionPool
+from banaserve_route.balancer.targets import health as health_probes
 from banaserve_route.policies import registry
 from banaserve_route.policies.interface import Need
 from depth import chosen_seed
@@ -209,6 +216,32 @@ async def test_a_replica_that_comes_back_on_its_port_is_found(house):
     assert (await pending).status == 200
     assert len(again.asked) == 1
     assert (await house.ask("/ready", method="GET")).status == 200
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_a_probe_whose_time_ends_as_its_answer_comes_breaks_no_request(
+    house, monkeypatch, is_first
+):
+    """The connection is already another request's when the probe learns of its end."""
+    on_end = health_probes._Collector.on_end
+
+    def end_and_cancel(collector):
+        if is_first:
+            probe.cancel()
+        on_end(collector)
+        probe.cancel()
+
+    replica = await house.replica()
+    pool = ConnectionPool(parse_endpoint(replica.url), 5.0)
+    monkeypatch.setattr(health_probes._Collector, "on_end", end_and_cancel)
+    asked = health_probes.fetch(pool, "GET", "/health", b"Host: b\r\n", 20.0)
+    probe = asyncio.create_task(asked)
+    with pytest.raises(asyncio.CancelledError):
+        await probe
+    connection = pool.take()
+    assert connection is not None
+    assert not connection.is_closed
+    pool.close()
 
 
 async def test_a_circuit_opens_and_closes(house):

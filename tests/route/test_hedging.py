@@ -297,11 +297,10 @@ async def test_each_request_gets_one_answer_of_its_own_whatever_the_replicas_do(
     assert events(house)[HedgeEvent.SENT] >= events(house)[HedgeEvent.WON] > 10
 
 
-def answers(paces, has_token=True, at_s=1.0):
-    """Outcomes of streams of 1000 prompt tokens, in units of 100 ms."""
-    return [
-        AttemptOutcome(at_s, 200 * has_token, 1000, 100.0 * one, has_token, True) for one in paces
-    ]
+def answers(paces, has_token=True):
+    """Outcomes of streams of 1000 prompt tokens; times are in units of 100 ms."""
+    status = 200 * has_token
+    return [AttemptOutcome(1.0, status, 1000, 100.0 * one, has_token, 0.0, True) for one in paces]
 
 
 def test_a_quantile_is_learnt_for_prompts_of_any_length():
@@ -313,7 +312,7 @@ def test_a_quantile_is_learnt_for_prompts_of_any_length():
     for tokens in draws.choices(range(500, 20_000), k=400):
         usual_ms = 50 + 0.2 * tokens
         recent.append(
-            AttemptOutcome(1.0, 200, tokens, usual_ms * draws.uniform(0.5, 1.5), True, True)
+            AttemptOutcome(1.0, 200, tokens, usual_ms * draws.uniform(0.5, 1.5), True, 0.0, True)
         )
     times.learn(recent, 0.0)
     for tokens in (1000, 10_000):

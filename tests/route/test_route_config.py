@@ -95,6 +95,7 @@ def test_toml_and_yaml_mean_the_same(tmp_path):
         ("forward_to = ['us']", "unknown region in forward_to: us"),
         ("api_keys = ['k', 'k']", "an API key is there twice"),
         ("api_keys = ['k']\npeer_key = 'k'", "peer_key is one of the API keys"),
+        ("api_keys = ['k']\nadmin_key = 'k'", "admin_key is one of the other keys"),
         ("host = '0.0.0.0'", "lets other machines in"),
         (
             "[health]\noutlier_latency_factor = 0.5",

@@ -27,7 +27,8 @@ from banaserve.contracts.control_api import (
     StepRecord,
     WantedStep,
 )
-from banaserve.frontdoor.page.page import SECURITY_HEADERS, PageMiddleware, json_response
+from banaserve.frontdoor.page.files import SECURITY_HEADERS
+from banaserve.frontdoor.page.page import PageMiddleware, json_response
 from banaserve.frontdoor.page.records import (
     Figures,
     InstancePanel,

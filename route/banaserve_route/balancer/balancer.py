@@ -35,6 +35,8 @@ from banaserve_route.balancer.http import replies
 from banaserve_route.balancer.http.client_connection import ClientConnection, RequestHandler
 from banaserve_route.balancer.http.request import ClientRequest, RequestRefusedError
 from banaserve_route.balancer.metrics import Metrics
+from banaserve_route.balancer.page.files import NO_STORE, PAGE_FIELDS, STATUS_PATH, balancer_files
+from banaserve_route.balancer.page.status import encode_status
 from banaserve_route.balancer.requests.dispatcher import Dispatcher
 from banaserve_route.balancer.requests.hedging import Hedger
 from banaserve_route.balancer.requests.prompt_blocks import PromptReader
@@ -161,6 +163,9 @@ class Balancer(RequestHandler):
         self.connections.max_per_address = limits.max_connections_per_address
         self._max_buffered_bytes = parse_size(limits.max_buffered)
         self._keys = Keys([*settings.api_keys, *(one.key for one in settings.tenants)])
+        self._admin_keys = Keys([settings.admin_key] if settings.admin_key else [])
+        page = {STATUS_PATH, *balancer_files()} if settings.admin_key else frozenset()
+        self._own_paths = OPEN_PATHS | page
         self._regions = Regions(settings.tenants)
         self._tenants.take_settings(settings)
         has_models = any(one.models for one in settings.replicas)
@@ -212,7 +217,9 @@ class Balancer(RequestHandler):
         self.connections.remove(client, client.peer)
 
     def check_head(self, client: ClientConnection, message: ClientRequest) -> None:
-        if message.path in OPEN_PATHS:
+        if message.path in self._own_paths:
+            if message.path == STATUS_PATH:
+                check_key(self._admin_keys, message)
             return
         if PEER_FIELD in message.seen:
             # Another balancer has checked the client's key.
@@ -255,7 +262,7 @@ class Balancer(RequestHandler):
         self._refusal_log.say(cause, why)
 
     def take(self, client: ClientConnection, message: ClientRequest) -> ProxiedRequest | None:
-        if message.path in OPEN_PATHS or message.path in PEER_PATHS:
+        if message.path in self._own_paths or message.path in PEER_PATHS:
             client.write(self._answer(message, closes=not client.can_go_on))
             client.done(message)
             return None
@@ -345,6 +352,13 @@ class Balancer(RequestHandler):
         if message.path == b"/metrics":
             kind = b"text/plain; version=0.0.4; charset=utf-8"
             return replies.answer(200, kind, self.metrics.page(), closes)
+        if message.path == STATUS_PATH:
+            region, policy = self.settings.region, self.settings.policy.name
+            status = encode_status(region, policy, self.metrics)
+            return replies.answer(200, b"application/json", status, closes, NO_STORE)
+        if (file := balancer_files().get(message.path)) is not None:
+            kind = file.media_type.encode()
+            return replies.answer(200, kind, file.body, closes, PAGE_FIELDS)
         if message.path == STATE_PATH:
             state = encode_state(self.registry.state(len(self.queue)))
             return replies.answer(200, b"application/json", state, closes)

@@ -412,6 +412,7 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         region: Region of this balancer and its replicas.
         api_keys: Keys of which a client must show one; empty if no key is needed.
         tenants: Further keys, each with limits and the regions that may serve its requests.
+        admin_key: Key that opens the page; empty for no page.
         peer_key: Key that balancers show to each other; needed with ``peers``.
         decision_log: File that gets one JSON line per request; empty for none.
         traces: URL of an OTLP collector (``http://HOST:4318``); empty for none.
@@ -429,6 +430,7 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     host: str = "127.0.0.1"
     port: int = 8080
     api_keys: tuple[str, ...] = ()
+    admin_key: str = ""
     replica_key: str = ""
     policy: PolicySettings = PolicySettings()
     replicas: tuple[ReplicaSettings, ...] = ()
@@ -472,13 +474,15 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             raise UserError("an API key is there twice: remove one")
         if self.peer_key and self.peer_key in client_keys:
             raise UserError("peer_key is one of the API keys: give it a key of its own")
+        if self.admin_key and self.admin_key in (*client_keys, self.peer_key):
+            raise UserError("admin_key is one of the other keys: give it a key of its own")
         if not is_loopback(self.host) and not client_keys:
             raise UserError(
                 f"host {self.host} lets other machines in: set an API key (--api-key, "
                 "BANASERVE_API_KEY), or stay on 127.0.0.1"
             )
         others = (self.replica_key, self.peer_key, *(one.key for one in self.replicas))
-        for key in (*others, *client_keys):
+        for key in (*others, *client_keys, self.admin_key):
             if not key.isascii() or not key.isprintable() or " " in key:
                 raise UserError("a key has characters that no header may carry")
 

@@ -91,6 +91,12 @@ class Metrics(Collector):
         self._answers[status] += 1
         self._durations.add(after_s)
 
+    @property
+    def num_answers(self) -> tuple[int, int]:
+        """Return the number of answers, and of those with a status of 500 or more."""
+        answers = self._answers
+        return answers.total(), sum(count for status, count in answers.items() if status >= 500)
+
     def refused(self, status: int) -> None:
         """Count a request that was refused before it was complete."""
         self._refused[status] += 1

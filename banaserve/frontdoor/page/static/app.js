@@ -2,7 +2,7 @@
 import { codeOfLink, endToken, forgetToken, getToken, keptToken } from "./access.js";
 import { Charts } from "./charts.js";
 import { Chat } from "./chat.js";
-import { by, clock } from "./elements.js";
+import { by, clock, themed } from "./elements.js";
 import { Feed } from "./feed.js";
 import { PlacementMap } from "./map.js";
 import { Operator } from "./operate.js";
@@ -214,16 +214,7 @@ async function replay() {
 
 // ---- start
 
-function setTheme(isDark) {
-  document.documentElement.dataset.theme = isDark ? "dark" : "light";
-  by("theme").textContent = isDark ? "Light" : "Dark";
-  board?.charts.recolour();
-}
-
-const preferred = matchMedia("(prefers-color-scheme: dark)");
-preferred.addEventListener("change", () => setTheme(preferred.matches));
-by("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme !== "dark"));
-setTheme(preferred.matches);
+themed(() => board?.charts.recolour());
 
 let info = null;
 try {

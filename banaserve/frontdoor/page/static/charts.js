@@ -16,11 +16,11 @@ const FIGURES = [
 const isKnown = (value) => value !== null && value !== undefined;
 
 export class Charts {
-  constructor() {
+  constructor(figures = FIGURES) {
     this.atS = [];
     this.values = {};
     this.markS = null;
-    this.cards = FIGURES.map((figure) => this.card(figure));
+    this.cards = figures.map((figure) => this.card(figure));
     by("figures").replaceChildren(...this.cards.map((one) => one.element));
   }
 

@@ -78,8 +78,21 @@ export function table(headings, rows) {
 export function chip(words) {
   const kinds = {
     ready: "good", done: "good", running: "now", starting: "now", waiting: "now", draining: "warn",
-    drained: "warn", restarting: "warn", aborted: "warn", paused: "warn", refused: "warn",
+    drained: "warn", restarting: "warn", ejected: "warn", "circuit open": "warn", full: "now", aborted: "warn", paused: "warn", refused: "warn",
     "timed out": "warn", "going back": "warn", down: "bad", away: "bad", failed: "bad", error: "bad",
   };
   return h("span", { class: `chip ${kinds[words] || ""}` }, words);
+}
+
+// Light or dark, as the browser's user prefers or the button says; told is called after each change.
+export function themed(told) {
+  const set = (isDark) => {
+    document.documentElement.dataset.theme = isDark ? "dark" : "light";
+    by("theme").textContent = isDark ? "Light" : "Dark";
+    told();
+  };
+  const preferred = matchMedia("(prefers-color-scheme: dark)");
+  preferred.addEventListener("change", () => set(preferred.matches));
+  by("theme").addEventListener("click", () => set(document.documentElement.dataset.theme !== "dark"));
+  set(preferred.matches);
 }

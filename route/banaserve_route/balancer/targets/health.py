@@ -184,7 +184,9 @@ async def _try(
     try:
         await sink.done
     except BaseException:
-        upstream.abort()
+        # An answer that comes as the time ends has given the connection to the next request.
+        if not sink.is_over:
+            upstream.abort()
         if sink.was_reused:
             return None
         raise
@@ -197,7 +199,7 @@ class _Collector:
     def __init__(self, upstream: ReplicaConnection) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.status = 0
-        self.was_reused = False
+        self.was_reused = self.is_over = False
         self.parts: list[bytes] = []
         self._size = 0
         self._upstream = upstream
@@ -214,11 +216,12 @@ class _Collector:
             self._fail(f"the answer exceeds {MAX_ANSWER_BYTES} bytes")
 
     def on_end(self) -> None:
+        self.is_over = True
         if not self.done.done():
             self.done.set_result(None)
 
     def on_broken(self, why: str, was_reused: bool, is_ours: bool = False) -> None:
-        self.was_reused = was_reused
+        self.was_reused, self.is_over = was_reused, True
         self._fail(why)
 
     def _fail(self, why: str) -> None:

@@ -42,6 +42,8 @@ class AttemptOutcome(NamedTuple):
         waited_ms: Time to the first token without the round trip, or without one to ``at_s``; None
             if it says nothing of the replica's speed.
         has_token: True if the first token has come.
+        hit_fraction: Share of the prompt that was in the replica's cache, as it reports or as the
+            policy expected.
         is_streamed: True if the client asked for a stream. The first byte of any other answer comes
             with its last token.
     """
@@ -51,13 +53,17 @@ class AttemptOutcome(NamedTuple):
     ahead_tokens: int
     waited_ms: float | None
     has_token: bool
+    hit_fraction: float
     is_streamed: bool
 
 
 def ahead_tokens(flight: Flight) -> int:
     """Return the number of prompt tokens to compute before the first token of ``flight``."""
-    hit = flight.decision.hit_tokens if flight.cached_tokens is None else flight.cached_tokens
-    return max(0, flight.request.num_tokens - hit) + flight.backlog_tokens
+    return max(0, flight.request.num_tokens - _hit_tokens(flight)) + flight.backlog_tokens
+
+
+def _hit_tokens(flight: Flight) -> int:
+    return flight.decision.hit_tokens if flight.cached_tokens is None else flight.cached_tokens
 
 
 def outcome_of(flight: Flight, status: int, now_s: float) -> AttemptOutcome:
@@ -74,6 +80,7 @@ def outcome_of(flight: Flight, status: int, now_s: float) -> AttemptOutcome:
         ahead_tokens(flight),
         waited_ms,
         first_s is not None,
+        min(1.0, _hit_tokens(flight) / request.num_tokens),
         request.is_streamed,
     )
 

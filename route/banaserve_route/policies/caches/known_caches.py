@@ -158,6 +158,11 @@ class KnownCaches:
         """Return the number of replicas in each state."""
         return Counter(map(_state, self._replicas.values()))
 
+    def state(self, replica: ReplicaId) -> CacheState | None:
+        """Return the state of a replica; None if it publishes no events."""
+        known = self._replicas.get(replica)
+        return None if known is None else _state(known)
+
     def _agreement(self, flight: Flight, hit: KnownHit) -> float | None:
         """Return the agreement of an answer with the hit in [0, 1]; None if it shows nothing."""
         cached = flight.cached_tokens
