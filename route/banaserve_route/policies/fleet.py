@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
-
-from msgspec.structs import replace
 
 from banaserve.base.errors import UserError
 from banaserve_route.policies.caches.known_caches import KnownCaches

@@ -11,10 +11,9 @@ region. Nothing here reads a clock: every time is an argument, in seconds of one
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, NewType, Protocol, TypeAlias
-
-import msgspec
 
 from banaserve.base.types import RequestId
 
@@ -45,7 +44,8 @@ class KnownHit(NamedTuple):
     is_exact: bool
 
 
-class Request(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Request:
     """Request of one attempt, as routing may know it.
 
     Attributes:
@@ -74,12 +74,13 @@ class Request(msgspec.Struct, frozen=True):
     allowed_regions: frozenset[str] | None = None
     was_forwarded: bool = False
     arrived_s: float = 0.0
-    blocks: Mapping[int, Sequence[bytes]] = {}
-    known_hits: Mapping[ReplicaId, KnownHit] = {}
+    blocks: Mapping[int, Sequence[bytes]] = field(default_factory=dict)
+    known_hits: Mapping[ReplicaId, KnownHit] = field(default_factory=dict)
     is_streamed: bool = False
 
 
-class ReplicaView(msgspec.Struct):
+@dataclass(slots=True)
+class ReplicaView:
     """A replica as its balancer sees it. Policies only read it.
 
     The first group of fields is fixed, the second is counted by this balancer and live, the third
@@ -125,6 +126,7 @@ class ReplicaView(msgspec.Struct):
     reported_at_s: float | None = None
 
 
+@dataclass(slots=True)
 class PeerView(ReplicaView):
     """The balancer of another region, which chooses among its own replicas.
 
@@ -141,7 +143,8 @@ class PeerView(ReplicaView):
     num_replicas: int = 0
 
 
-class FleetView(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class FleetView:
     """All that a policy may read, at one moment.
 
     Attributes:
@@ -183,7 +186,8 @@ HELD = frozenset({RoutingReason.ALL_BUSY, RoutingReason.NONE_AVAILABLE, RoutingR
 """Reasons of decisions without a target."""
 
 
-class RoutingDecision(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class RoutingDecision:
     """Target of a request, or the decision that it waits.
 
     Attributes:
@@ -197,10 +201,11 @@ class RoutingDecision(msgspec.Struct, frozen=True):
     target: ReplicaId | None
     reason: RoutingReason
     hit_tokens: int = 0
-    scores_ms: Mapping[ReplicaId, float] = {}
+    scores_ms: Mapping[ReplicaId, float] = field(default_factory=dict)
 
 
-class Flight(msgspec.Struct):
+@dataclass(slots=True)
+class Flight:
     """One attempt to serve a request, from its sending to its end. The balancer fills it in.
 
     Attributes:

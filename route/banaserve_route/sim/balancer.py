@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-
-from msgspec.structs import replace
+from dataclasses import replace
 
 from banaserve.sim.timeline import Timeline
 from banaserve_route.policies.fleet import Fleet, Report

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import re
+from dataclasses import replace
 
 import msgspec
-from msgspec.structs import replace
 
 from banaserve.base.text.json_text import as_utf8
 from banaserve.base.types import RequestId
