@@ -31,7 +31,7 @@ _FEWEST = 20
 
 
 class AttemptOutcome(NamedTuple):
-    """AttemptOutcome of one attempt at a replica, or what is known of it while it is under way.
+    """Outcome of one attempt at a replica, or what is known of it while it is under way.
 
     Attributes:
         at_s: Time of the end; the present while the attempt is under way.
