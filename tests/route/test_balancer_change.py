@@ -148,6 +148,36 @@ async def test_a_look_goes_on_after_what_nobody_foresaw(house, monkeypatch, name
     assert sum("a surprise" in line for line in house.log) <= 2
 
 
+def steps_page(num_steps, pending=0):
+    return (
+        b'vllm:num_requests_waiting{engine="0"} %d.0\n'
+        b'vllm:iteration_tokens_total_count{engine="0"} %d.0\n' % (pending, num_steps)
+    )
+
+
+async def test_a_report_is_as_old_as_the_step_that_it_is_of(house):
+    replica = await house.replica()
+    replica.metrics = steps_page(7)
+    balancer = await house.balance(replica, policy=PolicySettings(name="skywalker"), health=HEALTH)
+    [target] = balancer.targets.values()
+    view = target.view
+    await house.until(lambda: view.reported_at_s is not None)
+    first_s = view.reported_at_s
+    assert (await house.ask(body=PROMPT)).status == 200
+    reads = replica.num_reads
+    await house.until(lambda: replica.num_reads >= reads + 3)
+    # No step has ended: the page cannot include the request.
+    assert (view.reported_at_s, view.sent_since_report) == (first_s, 1)
+    replica.metrics = steps_page(8, pending=2)
+    await house.until(lambda: view.pending == 2)
+    # This step may have begun before the request came.
+    assert (view.reported_at_s, view.sent_since_report) == (first_s, 1)
+    replica.metrics = steps_page(9)
+    await house.until(lambda: view.pending == 0)
+    assert view.reported_at_s > first_s
+    assert view.sent_since_report == 0
+
+
 async def test_a_peer_that_brings_a_surprise_is_looked_at_again(house, monkeypatch):
     async def behave(asked):
         await asked.answer(200, b'{"region": "us", "num_available": 1}')

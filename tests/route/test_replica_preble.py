@@ -21,7 +21,7 @@ from banaserve_route.policies.interface import (
     RoutingReason,
 )
 from banaserve_route.policies.preble.costs import REGRESSIONS, WindowSum, mistral_7b_a6000
-from banaserve_route.policies.preble.tree import CacheTree, common_bytes
+from banaserve_route.policies.preble.tree import CacheTree, common_bytes, key_node
 from banaserve_route.policies.registry import make
 from depth import num_examples
 
@@ -134,6 +134,54 @@ def test_a_prefix_whose_queueing_time_doubled_gets_another_replica():
     assert ask(fleet, KEY + b"s", 60.0).target == A
 
 
+def test_a_hot_key_node_gives_half_of_its_subtree():
+    fleet = fleet_of(balance_threshold=0, window_s=20.0)
+    for number in range(12):
+        now_s = 0.5 * number if number < 6 else 10 + 0.5 * number
+        flight = send(fleet, KEY + bytes([number % 4]) * 300, A, now_s)
+        fleet.first_token(flight, now_s + (0.3 if number < 6 else 0.9))
+        fleet.finished(flight, now_s + 1, 1)
+    request = Request(RequestId("q"), 1001, KEY + b"s")
+    fleet.sent(request, fleet.choose(request, 17.0), 17.0)
+    tree = fleet.policy.tree  # type: ignore[attr-defined]
+    tree.check()
+    kept = [len(tree.match(KEY + bytes([one]) * 300, 1.0)) for one in range(4)]
+    here = [tree.match(KEY + bytes([one]) * 300, 1.0)[A][0] == 1300 for one in range(4)]
+    assert sum(here) == 2
+    assert kept == [2] * 4
+    # The times start anew: the next request is not moved as well.
+    assert ask(fleet, KEY + b"t", 17.5).reason is RoutingReason.PREFIX
+
+
+def test_a_key_node_has_more_tokens_than_all_before_it():
+    tree = CacheTree(1, 10**6, 60.0)
+    for prompt in (b"s" * 50 + b"t" * 200 + b"q", b"s" * 50 + b"t" * 200 + b"r", b"s" * 50 + b"u"):
+        tree.add(prompt, 1.0, A, 0.0)
+
+    def key_of(prompt: bytes) -> bytes:
+        return key_node(tree.match(prompt, 1.0)[A][1]).label[:1]
+
+    assert key_of(b"s" * 50 + b"t" * 200 + b"q") == b"t"
+    assert key_of(b"s" * 50 + b"u") == b"s"
+
+
+def test_the_modelled_cache_takes_the_size_that_reported_hits_show():
+    sizes = {}
+    for learns in (False, True):
+        fleet = fleet_of("a", learns_capacity=learns, capacity_tokens=10_000)
+        for number in range(200):
+            prompt = b"%04d" % (number % 5) * 250
+            flight = send(fleet, prompt, A, float(number))
+            # The replica has room for two prompts, and gets five in turn.
+            fleet.finished(flight, number + 0.5, 1, cached_tokens=0)
+        sizes[learns] = fleet.policy.tree.capacity_tokens(A)  # type: ignore[attr-defined]
+    assert sizes[False] == 10_000
+    assert 1000 <= sizes[True] < 5000
+    flight = send(fleet, b"more" * 250, A, 300.0)
+    fleet.finished(flight, 301.0, 1, cached_tokens=900)
+    assert fleet.policy.tree.capacity_tokens(A) > sizes[True]  # type: ignore[attr-defined]
+
+
 def test_published_load_remembers_what_is_done_and_repaired_load_does_not():
     for preset, target in (("published", B), ("repaired", None)):
         fleet = fleet_of(preset=preset, balance_threshold=0)
@@ -147,15 +195,30 @@ def test_published_load_remembers_what_is_done_and_repaired_load_does_not():
             assert scores[A] == pytest.approx(scores[B])
 
 
-def test_an_explored_request_goes_where_there_is_decoding_unless_that_is_overloaded():
-    section = {"decode_fraction": 0.9, "output_ms_per_token": 100.0, "decode_share": 1.0}
-    fleet = fleet_of(**section, guards_balance=False)
-    send(fleet, b"short", A)
-    assert ask(fleet, b"new" * 300).reason is RoutingReason.IMBALANCE
-    assert ask(fleet, b"new" * 300).target == A
-    guarded = fleet_of(**section)
-    send(guarded, b"short", A)
-    assert ask(guarded, b"new" * 300).target == B
+def test_an_explored_request_goes_where_prompts_are_cached_unless_that_is_overloaded():
+    for guards_balance, target in ((False, A), (True, B)):
+        fleet = fleet_of(decode_fraction=0.7, guards_balance=guards_balance)
+        serve(fleet, KEY, A)
+        for _ in range(4):
+            send(fleet, KEY + b"s", A)
+        # Of 5004 tokens 4000 were cached.
+        assert ask(fleet, b"new" * 300).target == target
+        assert ask(fleet, b"new" * 300, 40.0).reason is RoutingReason.EXPLORE
+    serve(fleet, b"other" * 300, A)
+    fleet = fleet_of(decode_fraction=0.9, guards_balance=False)
+    assert ask(fleet, b"new" * 300).reason is RoutingReason.EXPLORE
+
+
+def test_only_the_heaviest_gives_and_only_the_lightest_takes():
+    fleet = fleet_of("abc", scales_hot_prefixes=False)
+    serve(fleet, KEY, A)
+    for _ in range(3):
+        send(fleet, KEY + b"s", A)
+    send(fleet, b"other" * 100, B)
+    assert ask(fleet, KEY + b"t").target == C
+    for _ in range(9):
+        send(fleet, b"long" * 1000, B)
+    assert ask(fleet, KEY + b"t").reason is RoutingReason.PREFIX
 
 
 def test_the_regression_of_the_code_dips_and_the_repaired_one_does_not():

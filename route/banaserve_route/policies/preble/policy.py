@@ -2,9 +2,11 @@
 
 Repairs: a match is judged for each replica by the present content of its cache; a replica's load is
 its unfinished work, not all work sent in three minutes; requests on a prefix are divided by those
-on the same replica; moving a prefix must pay for its recomputation. ImbalR is not defined in the
-paper and disabled in its code; without a guard, it sends all requests to one replica if answers are
-long. So the presets of the paper have it disabled, too.
+on the same replica; moving a prefix must pay for its recomputation.
+
+ImbalR has no value in the paper; ``published`` has the one of the authors' code, which does not use
+it, and takes the share of cached prompt tokens for DecodeRatio, as both do. Without a guard it may
+send all requests of new prefixes to one replica.
 """
 
 from __future__ import annotations
@@ -23,15 +25,18 @@ from banaserve_route.policies.interface import (
     RoutingReason,
 )
 from banaserve_route.policies.policy import Policy, check_choice, check_range
-from banaserve_route.policies.preble.costs import REGRESSIONS, WindowLoad
-from banaserve_route.policies.preble.tree import CacheTree, Node
+from banaserve_route.policies.preble.costs import REGRESSIONS, WindowLoad, WindowSum
+from banaserve_route.policies.preble.tree import CacheTree, Node, key_node
 from banaserve_route.policies.rates import Rates
 from banaserve_route.policies.registry import register
 
 MEASURED = "measured"
 _LEARNING = 0.02
 RECENT_S = 30.0
-"""Window over which prefill and decode work are compared, in seconds."""
+"""Window over which cached and computed prompt tokens are compared, in seconds."""
+
+_RESIZE = 0.02
+"""Share by which an answer with an unexpected hit changes the size of the modelled cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +45,13 @@ class PrebleOptions:
 
     Attributes:
         window_s: Window H, in seconds.
-        balance_threshold: Ratio of loads Th_bal above which requests are redirected; 0: never.
+        balance_threshold: Ratio of the heaviest load to the lightest, Th_bal, above which requests
+            that would exploit the heaviest replica go to the lightest; 0: never.
         balance_after: Number of requests per replica before the first one is redirected.
-        scales_hot_prefixes: True if a prefix whose queueing time doubled within H gets another
-            replica.
-        decode_fraction: Share of decoding in a replica's work, ImbalR, above which an explored
-            request goes to that replica; 1: never.
+        scales_hot_prefixes: True if a key node whose queueing time doubled within H gets another
+            replica, with half of its subtree.
+        decode_fraction: Share of cached tokens in a replica's prompts, ImbalR, above which an
+            explored request goes to that replica; 1: never.
         guards_balance: True if such a request does not go to a replica whose load exceeds Th_bal
             times the lightest load.
         counts_outstanding: True if L is the work of outstanding requests, False if of all requests
@@ -59,6 +65,8 @@ class PrebleOptions:
             At 1, as published, a replica with a full batch looks busy for minutes, and prefixes
             move that had better stay.
         capacity_tokens: KV capacity of a replica, in tokens.
+        learns_capacity: True if the cached tokens that a replica reports correct its capacity; the
+            paper's local schedulers report evictions.
     """
 
     window_s: float = 180.0
@@ -74,6 +82,7 @@ class PrebleOptions:
     output_tokens: float = 45.0
     decode_share: float = 0.1
     capacity_tokens: int = 198_516
+    learns_capacity: bool = True
 
     def __post_init__(self) -> None:
         check_choice("regression", self.regression, (MEASURED, *REGRESSIONS))
@@ -96,7 +105,6 @@ class PrebleOptions:
 _SENT: Mapping[str, Any] = {
     "counts_outstanding": False,
     "guards_balance": False,
-    "decode_fraction": 1.0,
     "output_ms_per_token": 150.0,
     "decode_share": 1.0,
 }
@@ -108,8 +116,10 @@ class Preble(Policy):
 
     PRESETS: ClassVar[Mapping[str, Any]] = {
         "repaired": PrebleOptions(),
-        "published": PrebleOptions(regression="monotone", **_SENT),
-        "as-coded": PrebleOptions(regression="as-coded", **_SENT),
+        "published": PrebleOptions(regression="monotone", decode_fraction=0.7, **_SENT),
+        "as-coded": PrebleOptions(
+            regression="as-coded", decode_fraction=1.0, learns_capacity=False, **_SENT
+        ),
     }
 
     def __init__(self, *arguments: Any) -> None:
@@ -121,11 +131,12 @@ class Preble(Policy):
         self._loads: dict[ReplicaId, WindowLoad] = {}
         self._work_ms: dict[int, float] = {}
         self._num_sent = 0
+        self._split: tuple[Node, ReplicaId] | None = None
 
     def pick(
         self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
     ) -> RoutingDecision:
-        now_s = fleet.now_s
+        now_s, self._split = fleet.now_s, None
         matched = self.tree.match(request.prompt, self._tokens_per_unit(request))
         hits = {target: min(request.num_tokens, int(hit[0])) for target, hit in matched.items()}
         loads = [self._load_ms(view.id, now_s) for view in candidates]
@@ -162,13 +173,15 @@ class Preble(Policy):
         if not others or not is_due:
             return place, RoutingReason.PREFIX
         lightest = others[self.least([loads[at] for at in others])]
+        is_extreme = loads[place] >= max(loads) and loads[lightest] <= min(loads)
         pays = costs[lightest] < costs[place] or not self.options.counts_outstanding
         threshold = self.options.balance_threshold
-        if threshold and loads[place] > threshold * loads[lightest] and pays:
+        if threshold and is_extreme and loads[place] > threshold * loads[lightest] and pays:
             return lightest, RoutingReason.REBALANCED
-        if self.options.scales_hot_prefixes and self._has_doubled(
-            matched[candidates[place].id][1], now_s
-        ):
+        source = candidates[place].id
+        node = key_node(matched[source][1])
+        if self.options.scales_hot_prefixes and self._has_doubled(node, now_s):
+            self._split = node, source
             return lightest, RoutingReason.REBALANCED
         return place, RoutingReason.PREFIX
 
@@ -192,10 +205,15 @@ class Preble(Policy):
     def on_sent(self, flight: Flight) -> None:
         request, target = flight.request, flight.target
         load = self._loads.setdefault(target, WindowLoad(self.options.window_s, RECENT_S))
+        if self._split is not None and flight.decision.reason is RoutingReason.REBALANCED:
+            node, source = self._split
+            self.tree.split(node, source, flight.sent_s)
+            node.waits_ms, node.num_waits = (WindowSum(self.options.window_s) for _ in range(2))
+        self._split = None
         context = flight.decision.hit_tokens
         prefill_ms = self._prefill_ms(request.num_tokens - context, context)
         decode_ms = self.options.decode_share * self._step_ms * self._output_tokens(load)
-        load.add(flight.sent_s, prefill_ms, decode_ms)
+        load.add(flight.sent_s, prefill_ms + decode_ms, request.num_tokens, context)
         self._num_sent += 1
         self._work_ms[id(flight)] = prefill_ms + decode_ms
         self.tree.add(request.prompt, self._tokens_per_unit(request), target, flight.sent_s)
@@ -209,8 +227,7 @@ class Preble(Policy):
             self.rates.learn(missed, flight.backlog_tokens, max(0.0, taken_ms))
         matched = self.tree.match(request.prompt, self._tokens_per_unit(request))
         if flight.target in matched:
-            node = matched[flight.target][1]
-            node = node.parent if node.parent is not None and node.parent.hits else node
+            node = key_node(matched[flight.target][1])
             waited_ms = max(1.0, taken_ms - self._prefill_ms(missed, hit_tokens))
             node.waits_ms.add(waited_ms, flight.first_token_s)
             node.num_waits.add(1, flight.first_token_s)
@@ -228,8 +245,22 @@ class Preble(Policy):
             taken_ms = 1000 * (flight.ended_s - flight.first_token_s)
             step_ms = taken_ms / (flight.output_tokens - 1)
             self._step_ms += _LEARNING * (step_ms - self._step_ms)
+        self._correct(flight)
+
+    def _correct(self, flight: Flight) -> None:
+        """Correct the modelled cache by the hit that the replica reports."""
         cached, request = flight.cached_tokens, flight.request
-        if cached is not None and cached < flight.decision.hit_tokens:
+        if cached is None:
+            return
+        target, expected = flight.target, flight.decision.hit_tokens
+        used, capacity = self.tree.used_tokens(target), self.tree.capacity_tokens(target)
+        if self.options.learns_capacity:
+            if cached < expected:
+                smaller = (1 - _RESIZE) * min(used, capacity)
+                self.tree.resize(target, max(request.num_tokens, smaller))
+            elif cached > expected and used > 0.9 * capacity:
+                self.tree.resize(target, (1 + _RESIZE) * capacity)
+        if cached < expected:
             per_unit = self._tokens_per_unit(request)
             self.tree.trim(request.prompt, per_unit, flight.target, cached)
             self.tree.add(request.prompt, per_unit, flight.target, flight.ended_s)
