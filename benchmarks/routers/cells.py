@@ -58,11 +58,9 @@ SYSTEMS: Mapping[str, RegionSystem] = {
 VARIANTS: Mapping[str, RegionSystem] = {
     "skywalker as-coded": RegionSystem("skywalker", "as-coded"),
     "gorgo_v1 proxy": RegionSystem("gorgo_v1", "proxy", central=True),
-    "gorgo tuned": RegionSystem("gorgo", central=True, options={"tuning": "repaired"}),
+    "gorgo tuned": RegionSystem("gorgo", "as-coded", central=True),
     "preble published": RegionSystem("preble", "published"),
-    "preble E2 only": RegionSystem(
-        "preble", options={"balance_threshold": 0, "scales_hot_prefixes": False}
-    ),
+    "preble E2 only": RegionSystem("preble", options={"balance_threshold": 0}),
     "cache_aware smg": RegionSystem("cache_aware", "smg"),
 }
 """Other presets, in one region without a store only."""

@@ -45,10 +45,10 @@ class SkyWalkerOptions(TreeOptions):
             ``blind`` (always).
         max_outstanding: Limit of SP-O, and of SP-P while a replica has not reported for
             ``stale_after_s``, as it does not during a long step.
-        counts_unreported: True if requests count that the last report of their target cannot
-            include: a replica gets at most ``max_outstanding`` of them, and those forwarded to a
-            peer count as in its queue, except for one for each of its free replicas. In the paper,
-            a burst between two reports goes to one target as a whole.
+        max_unreported: Maximum number of outstanding requests at a replica that its last report
+            cannot include; those forwarded to a peer count as in its queue, except for one for each
+            of its free replicas. 0: no such count, as in the paper, whose bursts between two
+            reports go to one target as a whole.
         stale_after_s: Age of a report, in seconds, above which it is ignored.
         tau: Maximum queue length of a peer that gets requests.
         compares_queues: True if a peer with a longer queue than this balancer's gets no requests.
@@ -61,7 +61,7 @@ class SkyWalkerOptions(TreeOptions):
 
     push: str = PENDING
     max_outstanding: int = 10
-    counts_unreported: bool = True
+    max_unreported: int = 16
     stale_after_s: float = 2.0
     tau: int = 10
     compares_queues: bool = True
@@ -76,6 +76,7 @@ class SkyWalkerOptions(TreeOptions):
             self,
             {
                 "max_outstanding": (1, 1e9),
+                "max_unreported": (0, 1e9),
                 "stale_after_s": (0.001, 1e9),
                 "tau": (0, 1e9),
                 "prefix_threshold": (0, 1),
@@ -87,7 +88,7 @@ class SkyWalkerOptions(TreeOptions):
 PRESETS = {
     "repaired": SkyWalkerOptions(),
     "published": SkyWalkerOptions(
-        counts_unreported=False,
+        max_unreported=0,
         stale_after_s=1e9,
         compares_queues=False,
         eviction=FIFO,
@@ -95,7 +96,7 @@ PRESETS = {
         peer_snapshots=False,
     ),
     "as-coded": SkyWalkerOptions(
-        counts_unreported=False,
+        max_unreported=0,
         stale_after_s=1e9,
         trims=False,
         peer_snapshots=False,
@@ -192,8 +193,7 @@ class SkyWalker(TreePolicy):
         """Yield the ``views``, replicas of this region, that accept more requests."""
         options = self.options
         since_s = fleet.now_s - options.stale_after_s
-        most = options.max_outstanding
-        limit = most if options.counts_unreported else float("inf")
+        most, limit = options.max_outstanding, options.max_unreported or float("inf")
         if options.push == BLIND:
             return iter(views)
         if options.push == OUTSTANDING:
@@ -219,7 +219,7 @@ class SkyWalker(TreePolicy):
         if self.options.compares_queues:
             limit = min(limit, fleet.queue_length)
         queued = peer.queue_length
-        if self.options.counts_unreported:
+        if self.options.max_unreported:
             queued += max(0, _unreported(peer) - peer.num_available)
         return peer.num_available >= 1 and queued <= limit
 

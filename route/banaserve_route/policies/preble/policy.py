@@ -4,9 +4,9 @@ Repairs: a match is judged for each replica by the present content of its cache;
 its unfinished work, not all work sent in three minutes; requests on a prefix are divided by those
 on the same replica; moving a prefix must pay for its recomputation.
 
-ImbalR has no value in the paper; ``published`` has the one of the authors' code, which does not use
-it, and takes the share of cached prompt tokens for DecodeRatio, as both do. Without a guard it may
-send all requests of new prefixes to one replica.
+ImbalR has no value in the paper. ``published`` has that of the authors' code, which does not use
+it, and takes the share of cached prompt tokens for DecodeRatio, as both do. The repaired form
+leaves out ImbalR and the scaling of hot prefixes, which gain nothing beside its loads.
 """
 
 from __future__ import annotations
@@ -35,9 +35,6 @@ _LEARNING = 0.02
 RECENT_S = 30.0
 """Window over which cached and computed prompt tokens are compared, in seconds."""
 
-_RESIZE = 0.02
-"""Share by which an answer with an unexpected hit changes the size of the modelled cache."""
-
 
 @dataclass(frozen=True, slots=True)
 class PrebleOptions:
@@ -52,8 +49,6 @@ class PrebleOptions:
             replica, with half of its subtree.
         decode_fraction: Share of cached tokens in a replica's prompts, ImbalR, above which an
             explored request goes to that replica; 1: never.
-        guards_balance: True if such a request does not go to a replica whose load exceeds Th_bal
-            times the lightest load.
         counts_outstanding: True if L is the work of outstanding requests, False if of all requests
             sent within H.
         regression: Source of prefill times: ``measured`` here, or Preble's code for Mistral-7B on
@@ -65,16 +60,13 @@ class PrebleOptions:
             At 1, as published, a replica with a full batch looks busy for minutes, and prefixes
             move that had better stay.
         capacity_tokens: KV capacity of a replica, in tokens.
-        learns_capacity: True if the cached tokens that a replica reports correct its capacity; the
-            paper's local schedulers report evictions.
     """
 
     window_s: float = 180.0
     balance_threshold: float = 1.5
     balance_after: int = 50
-    scales_hot_prefixes: bool = True
-    decode_fraction: float = 0.9
-    guards_balance: bool = True
+    scales_hot_prefixes: bool = False
+    decode_fraction: float = 1.0
     counts_outstanding: bool = True
     regression: str = MEASURED
     prefill_ms_per_token: float = 0.094
@@ -82,7 +74,6 @@ class PrebleOptions:
     output_tokens: float = 45.0
     decode_share: float = 0.1
     capacity_tokens: int = 198_516
-    learns_capacity: bool = True
 
     def __post_init__(self) -> None:
         check_choice("regression", self.regression, (MEASURED, *REGRESSIONS))
@@ -104,7 +95,7 @@ class PrebleOptions:
 
 _SENT: Mapping[str, Any] = {
     "counts_outstanding": False,
-    "guards_balance": False,
+    "scales_hot_prefixes": True,
     "output_ms_per_token": 150.0,
     "decode_share": 1.0,
 }
@@ -117,9 +108,7 @@ class Preble(Policy):
     PRESETS: ClassVar[Mapping[str, Any]] = {
         "repaired": PrebleOptions(),
         "published": PrebleOptions(regression="monotone", decode_fraction=0.7, **_SENT),
-        "as-coded": PrebleOptions(
-            regression="as-coded", decode_fraction=1.0, learns_capacity=False, **_SENT
-        ),
+        "as-coded": PrebleOptions(regression="as-coded", **_SENT),
     }
 
     def __init__(self, *arguments: Any) -> None:
@@ -150,7 +139,7 @@ class Preble(Policy):
         if longest > request.num_tokens - longest:
             place, reason = self._exploit(candidates, hits, matched, loads, costs, now_s)
         else:
-            place, reason = self._explore(candidates, loads, costs, now_s)
+            place, reason = self._explore(candidates, costs, now_s)
         target = candidates[place].id
         scores = {view.id: cost for view, cost in zip(candidates, costs, strict=True)}
         return RoutingDecision(target, reason, hits.get(target, 0), scores)
@@ -188,7 +177,6 @@ class Preble(Policy):
     def _explore(
         self,
         candidates: Sequence[ReplicaView],
-        loads: Sequence[float],
         costs: Sequence[float],
         now_s: float,
     ) -> tuple[int, RoutingReason]:
@@ -197,8 +185,7 @@ class Preble(Policy):
             known = [self._loads.get(view.id) for view in candidates]
             shares = [load.decode_fraction(now_s) if load else 0.0 for load in known]
             place = max(range(len(shares)), key=shares.__getitem__)
-            bound = max(1.0, self.options.balance_threshold) * min(loads)
-            if shares[place] > limit and (not self.options.guards_balance or loads[place] <= bound):
+            if shares[place] > limit:
                 return place, RoutingReason.IMBALANCE
         return self.least(costs), RoutingReason.EXPLORE
 
@@ -245,22 +232,8 @@ class Preble(Policy):
             taken_ms = 1000 * (flight.ended_s - flight.first_token_s)
             step_ms = taken_ms / (flight.output_tokens - 1)
             self._step_ms += _LEARNING * (step_ms - self._step_ms)
-        self._correct(flight)
-
-    def _correct(self, flight: Flight) -> None:
-        """Correct the modelled cache by the hit that the replica reports."""
         cached, request = flight.cached_tokens, flight.request
-        if cached is None:
-            return
-        target, expected = flight.target, flight.decision.hit_tokens
-        used, capacity = self.tree.used_tokens(target), self.tree.capacity_tokens(target)
-        if self.options.learns_capacity:
-            if cached < expected:
-                smaller = (1 - _RESIZE) * min(used, capacity)
-                self.tree.resize(target, max(request.num_tokens, smaller))
-            elif cached > expected and used > 0.9 * capacity:
-                self.tree.resize(target, (1 + _RESIZE) * capacity)
-        if cached < expected:
+        if cached is not None and cached < flight.decision.hit_tokens:
             per_unit = self._tokens_per_unit(request)
             self.tree.trim(request.prompt, per_unit, flight.target, cached)
             self.tree.add(request.prompt, per_unit, flight.target, flight.ended_s)

@@ -61,8 +61,7 @@ class CacheTree:
 
     def __init__(self, unit_bytes: int, capacity_tokens: int, window_s: float) -> None:
         self._unit = unit_bytes
-        self._capacity = float(capacity_tokens)
-        self._capacities: dict[ReplicaId, float] = {}
+        self._capacity = capacity_tokens
         self._window_s = window_s
         self._root = self._node(b"", None, 0.0, 0.0)
         self._lru: dict[ReplicaId, OrderedDict[Node, None]] = {}
@@ -80,8 +79,7 @@ class CacheTree:
     def add(self, prompt: bytes, tokens_per_unit: float, target: ReplicaId, now_s: float) -> None:
         """Record that ``target`` computes and then caches ``prompt``."""
         rest = prompt[: len(prompt) - len(prompt) % self._unit]
-        capacity = self.capacity_tokens(target)
-        limit = int(capacity / tokens_per_unit) * self._unit if tokens_per_unit else 0
+        limit = int(self._capacity / tokens_per_unit) * self._unit if tokens_per_unit else 0
         rest = rest[:limit]
         node = self._root
         path = []
@@ -108,7 +106,7 @@ class CacheTree:
 
     def would_evict(self, target: ReplicaId, tokens: float) -> Iterator[Node]:
         """Yield the nodes that ``target`` would evict to make room for ``tokens`` more tokens."""
-        excess = self._used.get(target, 0.0) + tokens - self.capacity_tokens(target)
+        excess = self._used.get(target, 0.0) + tokens - self._capacity
         for node in self._lru.get(target, ()):
             if excess <= 0:
                 return
@@ -130,17 +128,6 @@ class CacheTree:
             self._release(next(iter(self._lru[target])), target)
         self._lru.pop(target, None)
         self._used.pop(target, None)
-        self._capacities.pop(target, None)
-
-    def capacity_tokens(self, target: ReplicaId) -> float:
-        """Return the size of the target's cache, in tokens."""
-        return self._capacities.get(target, self._capacity)
-
-    def resize(self, target: ReplicaId, tokens: float) -> None:
-        """Set the size of the target's cache."""
-        self._capacities[target] = tokens
-        if target in self._lru:
-            self._evict(target)
 
     def split(self, node: Node, target: ReplicaId, now_s: float) -> None:
         """Forget the subtrees of ``node`` at ``target`` that have about half of its requests.
@@ -173,7 +160,7 @@ class CacheTree:
         for target, nodes in self._lru.items():
             used = sum(node.charge for node in nodes)
             assert abs(used - self._used[target]) < 1e-3 * max(1.0, used)
-            assert used <= self.capacity_tokens(target) + 1e-6
+            assert used <= self._capacity + 1e-6
             order = {node: place for place, node in enumerate(nodes)}
             assert all(order[node] < order.get(node.parent, len(order)) for node in nodes)  # type: ignore[arg-type]
 
@@ -228,7 +215,7 @@ class CacheTree:
 
     def _evict(self, target: ReplicaId) -> None:
         lru = self._lru[target]
-        while lru and self._used[target] > self.capacity_tokens(target):
+        while lru and self._used[target] > self._capacity:
             self._release(next(iter(lru)), target)
 
     def _release_below(self, node: Node, target: ReplicaId) -> None:
