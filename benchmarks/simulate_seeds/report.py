@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from banaserve.sim.result import SIMULATED
 from banaserve_bench.results.result import Figure, Result, figure
-from banaserve_bench.results.statistics import mean_interval, paired_ratios
+from banaserve_bench.results.statistics import paired_ratios
 from benchmarks.simulate_seeds.cases import PAPERS
 from benchmarks.simulate_seeds.claims import (
     ANY,
@@ -18,6 +18,7 @@ from benchmarks.simulate_seeds.claims import (
     VERDICTS,
     Claim,
     UntestableClaim,
+    interval,
     verdict,
 )
 from benchmarks.simulate_seeds.figures import MEASURES, cell, figure_name
@@ -34,8 +35,8 @@ def markdown(record: Result) -> str:
         "",
         f"Made of [simulate-seeds.json](simulate-seeds.json). **{SIMULATED.capitalize()}.**",
         "",
-        f"{seeds} seeds; a ratio is taken seed by seed. All systems of a seed meet the same",
-        "clients, on the loads of `bench routers` (GSM8K, MT-bench, ToolBench, ALFWorld, LooGLE,",
+        f"{seeds} seeds. All systems of a seed meet the same clients,",
+        "on the loads of `bench routers` (GSM8K, MT-bench, ToolBench, ALFWorld, LooGLE,",
         "HumanEval, coding agents, traces of Mooncake and Azure). Hardware times and distances",
         "are assumed, so ratios are to be read, not values. Throughput is the prompt's tokens and",
         "twice the output's, a second.",
@@ -108,7 +109,7 @@ def row(claim: Claim | UntestableClaim, figures: Figures) -> str:
     if isinstance(claim, UntestableClaim):
         why = f"{NOT_TESTABLE}: {claim.why}"
         return f"| {claim.source} | {claim.words} | | {claim.paper} | | {why} |"
-    low, mean, high = mean_interval(samples(claim, figures))
+    low, mean, high = interval(claim, samples(claim, figures))
     found = f"{mean:.3g} ({low:.3g} to {high:.3g})"
     word = judged(claim, figures)
     why = f": {claim.why}" if claim.why and word != REPRODUCED else ""

@@ -42,6 +42,7 @@ def test_every_claim_names_a_case_its_systems_and_a_measure() -> None:
         (claim_of(1.21, 1.5), [9.0, 9.01, 9.0], REPRODUCED),
         (claim_of(1.21, 1.5), [1.04, 1.041, 1.04], NOT_REPRODUCED),
         (claim_of(1.21, 1.5), [1.0, 1.3, 1.1], UNDECIDED),
+        (claim_of(1.21, 1.5), [1.098, 1.101, 1.102], NOT_REPRODUCED),
         (claim_of(0.5, 0.81), [0.85, 0.851, 0.85], REPRODUCED),
         (claim_of(0.5, 0.81), [0.95, 0.951, 0.95], NOT_REPRODUCED),
         (claim_of(1.0, claims.ANY), [1.02, 1.021, 1.02], REPRODUCED),
