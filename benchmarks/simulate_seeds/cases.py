@@ -9,6 +9,7 @@ from pathlib import Path
 from random import Random
 
 from banaserve.sim.trace import Arrival
+from banaserve_route.policies.gorgo.tuner import numbers
 from banaserve_route.sim.arrivals import replay
 from banaserve_route.sim.replica import Accelerator
 from banaserve_route.sim.world import RegionSystem, Setting, simulate
@@ -17,6 +18,8 @@ from benchmarks.routers.loads import LOADS, LoadSession, closed_loop, trace_rows
 
 MakeSystem = Callable[[Path], RegionSystem]
 """Function that returns a system which must first be tuned on a load of the data folder."""
+
+Systems = Mapping[str, RegionSystem | MakeSystem]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class PaperCase:
     name: str
     load: str
     setting: Callable[[Path, int], Setting]
-    systems: Mapping[str, RegionSystem | MakeSystem]
+    systems: Systems
 
 
 AT = 1.0
@@ -217,7 +220,7 @@ def _frozen(tuning: Callable[[Path, int], Setting], data: Path) -> RegionSystem:
     """Return GORGO with the weights that its own search has found in a setting to tune on."""
     online = RegionSystem("gorgo", "as-coded", central=True)
     outcome = simulate(tuning(data, -1), online, 0)
-    w_rtt, w_queue = outcome.states[0]["incumbent"]  # type: ignore[misc]
+    w_rtt, w_queue = numbers(outcome.states[0], "incumbent", 2)
     options = {"w_rtt": w_rtt, "w_queue": w_queue}
     return RegionSystem("gorgo", "published", central=True, options=options)
 
@@ -226,17 +229,15 @@ def gorgo_v2() -> list[PaperCase]:
     """Return the cases of tables 2, 3, 6 and 7."""
     affinity = RegionSystem("session_affinity", "as-coded", central=True)
     frozen: MakeSystem = partial(_frozen, _tuning_window)
-    few = {"gorgo frozen": frozen, "session affinity": affinity, "least request": LL}
+    few: Systems = {"gorgo frozen": frozen, "session affinity": affinity, "least request": LL}
     alone = {"w_rtt": 0.23, "w_queue": 0.0}
-    baselines = {
-        "least load": RegionSystem("least_load", "as-coded", central=True, staleness_s=30.0),
-        "prefix cache": RegionSystem("prefix_cache", central=True, staleness_s=30.0),
-        "prefix cache, live": RegionSystem("prefix_cache", central=True),
-    }
-    gorgos = {
+    others: Systems = {
         "gorgo published": RegionSystem("gorgo", "published", central=True),
         "gorgo repaired": RegionSystem("gorgo", central=True),
         "gorgo, no queue": RegionSystem("gorgo", "published", central=True, options=alone),
+        "least load": RegionSystem("least_load", "as-coded", central=True, staleness_s=30.0),
+        "prefix cache": RegionSystem("prefix_cache", central=True, staleness_s=30.0),
+        "prefix cache, live": RegionSystem("prefix_cache", central=True),
     }
     trace = "mooncake_conversation"
     online = {"gorgo online": RegionSystem("gorgo", "as-coded", central=True)}
@@ -251,13 +252,13 @@ def gorgo_v2() -> list[PaperCase]:
             HELD_OUT,
             f"{_MOONCAKE}, held-out windows",
             partial(_window, trace, 1.0),
-            few | gorgos | baselines,
+            {**few, **others},
         ),
         PaperCase(
             AGENTS,
             "coding agents, 3 replicas at what they can do",
             _agents,
-            few | gorgos | baselines | {"gorgo frozen": partial(_frozen, _agents)},
+            {**few, **others, "gorgo frozen": partial(_frozen, _agents)},
         ),
         PaperCase(FULL, f"{_MOONCAKE}, twice the rate", partial(_window, trace, 0.5), few),
         PaperCase(LIGHT, f"{_MOONCAKE}, two thirds of the rate", partial(_window, trace, 1.5), few),

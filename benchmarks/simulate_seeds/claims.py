@@ -42,7 +42,8 @@ is *{REPRODUCED}* if the interval lies on the paper's side of 1 by at least half
 effect that the paper states, as a logarithm (1.14 for 1.3); that two systems are alike, if the \
 interval lies in the range given; a share of hits, if its interval lies within {HITS_APART:g} \
 of the paper's. It is *{UNDECIDED}* if the interval crosses the border and is wider than \
-{WIDE:.0%} of the mean, and else *{NOT_REPRODUCED}*: a narrow interval at the border shows no effect."""
+{WIDE:.0%} of the mean, and else *{NOT_REPRODUCED}*: a narrow interval at the border shows no \
+effect."""
 
 
 @dataclass(frozen=True, slots=True)
