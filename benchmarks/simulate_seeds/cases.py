@@ -29,12 +29,14 @@ class PaperCase:
     Attributes:
         setting: Function that returns the setting of a seed, with the loads of a data folder.
         load: Load in words.
+        seed_factor: Factor of the number of seeds; above 1 where figures vary much.
     """
 
     name: str
     load: str
     setting: Callable[[Path, int], Setting]
     systems: Systems
+    seed_factor: int = 1
 
 
 AT = 1.0
@@ -108,6 +110,7 @@ def skywalker() -> list[PaperCase]:
             "MT-bench chats, 80 clients a region, 8 replicas",
             _clients((3, 2, 3), (80, 80, 80), chats),
             _SINGLE | _BOTH | repaired,
+            seed_factor=2,
         ),
         PaperCase(
             TREES,
@@ -120,6 +123,7 @@ def skywalker() -> list[PaperCase]:
             "GSM8K trees, 2 clients of 4 branches and 20/20 of 2, 12 replicas",
             _clients((4, 4, 4), (2, 20, 20), ("trees of 4", "trees", "trees")),
             _SINGLE | _BOTH,
+            seed_factor=2,
         ),
         *(
             PaperCase(
@@ -159,6 +163,7 @@ def gorgo_v1() -> list[PaperCase]:
                 "gorgo repaired": RegionSystem("gorgo_v1"),
                 "gorgo-proxy": RegionSystem("gorgo_v1", "proxy-as-coded", central=True),
             },
+            seed_factor=3,
         )
     ]
 
@@ -331,7 +336,9 @@ def preble() -> list[PaperCase]:
         if groups > 1:
             words += f", {groups} priority groups"
         name = preble_case(load, level, num_replicas, groups)
-        return PaperCase(name, words, partial(_open, load, level, num_replicas, groups), systems)
+        setting = partial(_open, load, level, num_replicas, groups)
+        factor = 2 if load in ("tool use", "LooGLE") else 1
+        return PaperCase(name, words, setting, systems, factor)
 
     return [
         case("tool use", _PAIR | _LONGEST | steps | repaired, AT),

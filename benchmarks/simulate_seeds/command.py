@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
                 if left == 0:
                     return 0
                 left = left and left - 1
-                figures |= run(case, given.data, range(given.seeds))
+                figures |= run(case, given.data, range(given.seeds * case.seed_factor))
                 record = result.result(
                     "simulate_seeds",
                     seed=0,
