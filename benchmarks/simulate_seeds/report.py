@@ -36,9 +36,9 @@ def markdown(record: Result) -> str:
         f"Made of [simulate-seeds.json](simulate-seeds.json). **{SIMULATED.capitalize()}.**",
         "",
         f"{seeds} seeds, in some cases two or three times as many. All systems of a seed meet the",
-        "same clients, on the loads of `bench routers` (GSM8K, MT-bench, ToolBench, ALFWorld, LooGLE,",
-        "HumanEval, coding agents, traces of Mooncake and Azure). Hardware times and distances",
-        "are assumed, so ratios are to be read, not values. Throughput is the prompt's tokens and",
+        "same clients, on the loads of `bench routers` (GSM8K, MT-bench, ToolBench, ALFWorld,",
+        "LooGLE, HumanEval, coding agents, traces of Mooncake and Azure). Hardware times and",
+        "distances are assumed, so ratios are to be read, not values. Throughput is the prompt's tokens and",
         "twice the output's, a second.",
         "",
         RULE,
@@ -135,4 +135,6 @@ def _names(claim: Claim) -> list[str]:
 def _range(low: float, high: float) -> str:
     if high == ANY:
         return f"above {low:g}"
+    if not low:
+        return f"below {high:g}"
     return f"{low:g}" if low == high else f"{low:g} to {high:g}"

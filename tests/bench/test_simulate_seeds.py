@@ -47,6 +47,8 @@ def test_every_claim_names_a_case_its_systems_and_a_measure() -> None:
         (claim_of(0.5, 0.81), [0.95, 0.951, 0.95], NOT_REPRODUCED),
         (claim_of(1.0, claims.ANY), [1.02, 1.021, 1.02], REPRODUCED),
         (claim_of(1.0, claims.ANY), [0.97, 0.98, 0.97], NOT_REPRODUCED),
+        (claim_of(1.0, claims.ANY), [1.0, 1.0, 1.0], NOT_REPRODUCED),
+        (claim_of(0.0, 1.0), [0.9, 0.91, 0.9], REPRODUCED),
         (claim_of(0.8, 1.25), [0.9, 1.1, 1.0], UNDECIDED),
         (claim_of(0.8, 1.25), [0.99, 1.01, 1.0], REPRODUCED),
         (claim_of(0.8, 1.25), [1.3, 1.31, 1.3], NOT_REPRODUCED),
