@@ -122,7 +122,7 @@ def skywalker() -> list[PaperCase]:
             MIXED,
             "GSM8K trees, 2 clients of 4 branches and 20/20 of 2, 12 replicas",
             _clients((4, 4, 4), (2, 20, 20), ("trees of 4", "trees", "trees")),
-            _SINGLE | _BOTH,
+            _SINGLE | _BOTH | repaired,
             seed_factor=2,
         ),
         *(
