@@ -202,7 +202,8 @@ _SKYWALKER: list[Claim | UntestableClaim] = [
     Claim("5.1", "most over least outstanding, hashing", MIXED, "hash", "", "most/least", 3.36,
           3.36),
     Claim("5.1", "most over least outstanding, sglang router", MIXED, "sglang router", "",
-          "most/least", 2.22, 2.22),
+          "most/least", 2.22, 2.22,
+          "The router leaves a replica that has 32 requests more than another."),
     *(
         Claim("5.2, fig. 10", f"over region-local, {num} replicas: throughput", name, "skywalker",
               "region-local", THROUGHPUT, 1.07, 1.18, _FORWARD)

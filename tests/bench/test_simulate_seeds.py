@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from banaserve_bench.results.result import figure, result
+from banaserve_bench.results.result import figure, read, result
+from benchmarks.results_page import RESULTS
 from benchmarks.simulate_seeds import cases, claims, report
 from benchmarks.simulate_seeds import figures as seeds_figures
 from benchmarks.simulate_seeds.claims import NOT_REPRODUCED, REPRODUCED, UNDECIDED, Claim
@@ -141,3 +142,15 @@ def test_frozen_weights_are_those_that_the_search_has_found(tmp_path: Path) -> N
     assert 0.05 <= system.options["w_rtt"] <= 2.0
     assert 0.05 <= system.options["w_queue"] <= 0.5
     assert (system.options["w_rtt"], system.options["w_queue"]) != (0.5, 0.1)
+
+
+def test_the_committed_result_judges_every_claim_and_says_why_one_fails() -> None:
+    found = read(RESULTS / "simulate-seeds.json")
+    words = [report.judged(claim, found.figures) for claim in ALL]
+    assert words.count(UNDECIDED) <= 3
+    for claim, word in zip(ALL, words, strict=True):
+        assert claim.why or word == REPRODUCED, claim
+    counts = report.verdict_figures(found.figures)
+    assert {name: found.figures[name].median for name in counts} == {
+        name: one.median for name, one in counts.items()
+    }
