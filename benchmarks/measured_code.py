@@ -84,7 +84,13 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
             "banaserve/orchestrator/planner",
             "benchmarks/simulate_paper",
         ),
-        "simulate-seeds": (*_SIMULATOR, "benchmarks/simulate_seeds"),
+        "simulate-seeds": (
+            "route/banaserve_route/policies",
+            "route/banaserve_route/sim",
+            "benchmarks/routers/loads.py",
+            "benchmarks/simulate_seeds/cases.py",
+            "benchmarks/simulate_seeds/figures.py",
+        ),
         "timeline": (*_REQUESTS, "banaserve/serving/tracing", "benchmarks/timeline.py"),
     }
 )

@@ -117,7 +117,7 @@ BENCHMARKS = {
     ),
     "simulate-seeds": Benchmark(
         "benchmarks.simulate_seeds.command",
-        "What does the simulator say of the tables of SkyWalker, GORGO and Preble?",
+        "Which claims of SkyWalker, GORGO and Preble hold on real loads, by one rule?",
     ),
     "timeline": Benchmark(
         "benchmarks.timeline", "How much of a request's latency do its spans account for?"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
@@ -58,11 +58,9 @@ SYSTEMS: Mapping[str, RegionSystem] = {
 VARIANTS: Mapping[str, RegionSystem] = {
     "skywalker as-coded": RegionSystem("skywalker", "as-coded"),
     "gorgo_v1 proxy": RegionSystem("gorgo_v1", "proxy", central=True),
-    "gorgo tuned": RegionSystem("gorgo", central=True, options={"tuning": "repaired"}),
+    "gorgo tuned": RegionSystem("gorgo", "as-coded", central=True),
     "preble published": RegionSystem("preble", "published"),
-    "preble E2 only": RegionSystem(
-        "preble", options={"balance_threshold": 0, "scales_hot_prefixes": False}
-    ),
+    "preble E2 only": RegionSystem("preble", options={"balance_threshold": 0}),
     "cache_aware smg": RegionSystem("cache_aware", "smg"),
 }
 """Other presets, in one region without a store only."""
@@ -92,23 +90,46 @@ class RouterCell:
         rng = Random(f"{seed}/{self.load}")
         sessions = list(LOADS[self.load](data, rng, CALLS * SIZES.get(self.load, 1)))
         replicas, shares = LAYOUTS[self.layout]
-        work_s, bound = unlimited(sessions, SPEC)
-        within_s = work_s / sum(replicas.values()) / LEVELS[self.level]
-        arrivals: dict[str, list[tuple[float, object]]] = {region: [] for region in replicas}
-        for at_s, session in _timed(sessions, within_s, rng):
-            draw = Random(f"{seed}/{session.key}") if session.key else rng
-            [region] = draw.choices(list(shares), list(shares.values()))
-            arrivals[region].append((at_s, session.program()))
-        return Setting(
-            replicas,
-            {},
-            FAR,
-            SPEC,
-            duration_s=3600.0,
-            arrivals=arrivals,  # type: ignore[arg-type]
-            max_output_tokens=MAX_OUTPUT_TOKENS,
-            has_store=self.has_store,
-        ), bound
+        level = LEVELS[self.level]
+        setting, bound = open_loop(sessions, level, replicas, shares, SPEC, seed, rng)
+        return replace(setting, has_store=self.has_store), bound
+
+
+def open_loop(
+    sessions: list[LoadSession],
+    level: float,
+    replicas: Mapping[str, int],
+    shares: Mapping[str, float],
+    spec: Accelerator,
+    seed: int,
+    rng: Random,
+) -> tuple[Setting, float]:
+    """Return a setting in which ``sessions`` arrive at a level of load, whatever is answered.
+
+    Args:
+        level: Load as a share of what the replicas can do with one unlimited cache.
+        replicas: Number of replicas of each region.
+        shares: Share of the sessions of each region.
+
+    Returns:
+        The setting; the hits of one unlimited cache.
+    """
+    work_s, bound = unlimited(sessions, spec)
+    within_s = work_s / sum(replicas.values()) / level
+    arrivals: dict[str, list[tuple[float, object]]] = {region: [] for region in replicas}
+    for at_s, session in _timed(sessions, within_s, rng):
+        draw = Random(f"{seed}/{session.key}") if session.key else rng
+        [region] = draw.choices(list(shares), list(shares.values()))
+        arrivals[region].append((at_s, session.program()))
+    return Setting(
+        replicas,
+        {},
+        FAR,
+        spec,
+        duration_s=3600.0,
+        arrivals=arrivals,  # type: ignore[arg-type]
+        max_output_tokens=MAX_OUTPUT_TOKENS,
+    ), bound
 
 
 def cells() -> Iterator[RouterCell]:

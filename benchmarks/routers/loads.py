@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from math import log
@@ -26,6 +26,7 @@ Steps = list[list[ProgramCall] | float]
 
 _ALL = ReplicaId("all")
 _UNLIMITED_BYTES = 1 << 40
+_ENDLESS = 10**12
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,25 @@ class LoadSession:
             return iter(self.steps)
 
         return run
+
+
+ReadSessions = Callable[[Path, Random, int], Iterator[LoadSession]]
+"""Function that yields sessions with at least a number of calls, from a data folder."""
+
+
+def closed_loop(read: ReadSessions, data: Path) -> MakeProgram:
+    """Return the program of a client that runs one session after another, without pauses.
+
+    Each session has a name of its own, which a hash ring takes for its key.
+    """
+
+    def run(rng: Random, client: str) -> Program:
+        for number, session in enumerate(read(data, rng, _ENDLESS)):
+            for step in session.steps:
+                if isinstance(step, list):
+                    yield [replace(call, session=f"{client}/{number}") for call in step]
+
+    return run
 
 
 def unlimited(sessions: list[LoadSession], spec: Accelerator) -> tuple[float, float]:
@@ -200,31 +220,38 @@ def documents(data: Path, rng: Random, size: int) -> Iterator[LoadSession]:
         yield LoadSession([[call]], key=str(number))
 
 
-def trees(data: Path, rng: Random, size: int) -> Iterator[LoadSession]:
-    """Yield SkyWalker's trees of thoughts, two branches and four stages, on questions of GSM8K."""
-    rows = [row for _, row in read_records(data / "gsm8k/train.jsonl.zst", 2000)]
-    common = _named("tree", 256)
-    while size > 0:
-        row = rng.choice(rows)
-        level = [common + _text(row["question"]) + rng.randbytes(UNIT_BYTES)]
-        steps: Steps = []
-        for stage in range(4):
-            calls = [
-                ProgramCall(
-                    parent + _named(f"stage {stage}", 64), _output(rng, len(row["answer"])), ""
-                )
-                for parent in level
-                for _ in range(2)
-            ]
-            steps.append(calls)
-            level = [call.prompt + call.output for call in calls]
-        size -= 30
-        yield LoadSession(steps)
+def trees(branches: int) -> ReadSessions:
+    """Return the reader of SkyWalker's trees of thoughts, four stages, on questions of GSM8K.
+
+    The authors' client makes 30 calls for two branches and 340 for four; the paper says 15 and 85.
+    """
+
+    def read(data: Path, rng: Random, size: int) -> Iterator[LoadSession]:
+        rows = _records(data / "gsm8k/train.jsonl.zst", 2000)
+        common = _named("tree", 256)
+        while size > 0:
+            row = rng.choice(rows)
+            level = [common + _text(row["question"]) + rng.randbytes(UNIT_BYTES)]
+            steps: Steps = []
+            for stage in range(4):
+                calls = [
+                    ProgramCall(
+                        parent + _named(f"stage {stage}", 64), _output(rng, len(row["answer"])), ""
+                    )
+                    for parent in level
+                    for _ in range(branches)
+                ]
+                steps.append(calls)
+                level = [call.prompt + call.output for call in calls]
+                size -= len(calls)
+            yield LoadSession(steps)
+
+    return read
 
 
 def chats(data: Path, rng: Random, size: int) -> Iterator[LoadSession]:
     """Yield MT-bench's conversations, made longer: its turns again and again, after one start."""
-    rows = [row["turns"] for _, row in read_records(data / "chat/mt_bench.jsonl.zst")]
+    rows = [row["turns"] for row in _records(data / "chat/mt_bench.jsonl.zst")]
     common = _named("chat", 512)
     while size > 0:
         name, history = f"chat {rng.random()}", common
@@ -255,13 +282,11 @@ def code(data: Path, rng: Random, size: int) -> Iterator[LoadSession]:
         yield LoadSession(steps)
 
 
-def _trace(
-    name: str, hash_tokens: int = 512
-) -> Callable[[Path, Random, int], Iterator[LoadSession]]:
+def _trace(name: str, hash_tokens: int = 512) -> ReadSessions:
     """Return the reader of ``size`` requests in a row of a trace, from a place that is drawn."""
 
     def read(data: Path, rng: Random, size: int) -> Iterator[LoadSession]:
-        rows = _rows(data / f"traces/{name}.jsonl.zst")
+        rows = trace_rows(data / f"traces/{name}.jsonl.zst")
         first = rng.randrange(max(1, len(rows) - size))
         for at_s, make in replay(rows[first : first + size], hash_tokens=hash_tokens):
             [step] = make(rng, "")
@@ -274,17 +299,23 @@ def _trace(
 
 
 @lru_cache
-def _rows(path: Path) -> list[Arrival]:
+def trace_rows(path: Path) -> list[Arrival]:
+    """Return the requests of a trace, which is read once."""
     return read_trace(path)
 
 
-LOADS: Mapping[str, Callable[[Path, Random, int], Iterator[LoadSession]]] = {
+@lru_cache
+def _records(path: Path, limit: int | None = None) -> list[Any]:
+    return [row for _, row in read_records(path, limit)]
+
+
+LOADS: Mapping[str, ReadSessions] = {
     "agents": agents,
     "agent graphs": graphs,
     "tool use": tools,
     "ALFWorld": households,
     "LooGLE": documents,
-    "trees": trees,
+    "trees": trees(2),
     "chats": chats,
     "ShareGPT": _trace("sharegpt300_hashed", 16),
     "code": code,

@@ -1,14 +1,14 @@
-"""Tables of SkyWalker, GORGO and Preble, compared with the simulator's figures.
+"""Claims of SkyWalker, GORGO and Preble, compared with the simulator's figures.
 
-    python -m benchmarks simulate-seeds [--seeds 5] [--only skywalker] [--json FILE]
+    python -m benchmarks simulate-seeds --data FOLDER [--seeds 10] [--only SkyWalker] [--json FILE]
 
-All systems of a seed get the same clients. Requests that have not ended when the time is over are
-counted ("open"), and their waiting so far is in the latencies. Throughput is given as output tokens
-a second and as SkyWalker counts it, prompt plus twice the output. What the papers do not give
-(hardware times, lengths, distances) is assumed in ``route/banaserve_route/sim``; so only ratios are
-meaningful, not values. Balancers are compared, over replicas whose modules stay, so overlap of
-hosts and guests is in no figure. An existing FILE is continued: a case that it has is not run
-again.
+FOLDER holds the loads (``benchmarks/routers/loads.py``). All systems of a seed meet the same
+clients. Requests that have not ended when the time is over are counted ("open"), and their waiting
+so far is in the latencies. Throughput is given as output tokens a second and as SkyWalker counts
+it, prompt plus twice the output. What the papers do not give (hardware times, distances) is assumed
+in ``benchmarks/simulate_seeds/cases.py``; so only ratios are meaningful, not values. The rule of
+the verdicts is in ``benchmarks/simulate_seeds/claims.py``. An existing FILE is continued: a case
+that it has is not run again.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from banaserve_bench.results import result
 from banaserve_bench.results.result import Figure
 from benchmarks.simulate_seeds.cases import PAPERS
 from benchmarks.simulate_seeds.figures import run, table
+from benchmarks.simulate_seeds.report import claims_table, totals, verdict_figures
 
 
 def main(argv: Sequence[str]) -> int:
     """Simulate the cases that the file lacks, show and write them; return the exit code."""
     parser = Parser(prog="python -m benchmarks simulate-seeds", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--data", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--only", choices=PAPERS)
     parser.add_argument("--cases", type=int, help="run so many that the file lacks, then end")
     parser.add_argument("--json", type=Path)
@@ -46,13 +48,13 @@ def main(argv: Sequence[str]) -> int:
                 if left == 0:
                     return 0
                 left = left and left - 1
-                figures |= run(case, range(given.seeds))
+                figures |= run(case, given.data, range(given.seeds * case.seed_factor))
                 record = result.result(
                     "simulate_seeds",
                     seed=0,
                     options={"seeds": given.seeds},
                     started_at=started_at,
-                    figures=figures,
+                    figures=figures | verdict_figures(figures),
                     notes=[str(__doc__), "raw: the commit that each case was run with"],
                     raw=commits,
                 )
@@ -61,6 +63,7 @@ def main(argv: Sequence[str]) -> int:
                 if given.json is not None:
                     result.write(record, given.json)
             console.print(table(case, figures))
+    print("\n".join([*totals(figures), *claims_table(figures)]))
     return 0
 
 

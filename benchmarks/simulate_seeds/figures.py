@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from rich.table import Table
 
 from banaserve_bench.results.result import Figure, figure
 from banaserve_bench.results.statistics import mean_interval
-from banaserve_route.sim.world import RequestOutcome, simulate
+from banaserve_route.sim.world import RegionSystem, RequestOutcome, simulate
 from benchmarks.simulate_seeds.cases import PaperCase
 
 MEASURES: dict[str, tuple[str, Callable[[RequestOutcome], float]]] = {
@@ -37,11 +38,12 @@ def figure_name(case: str, system: str, measure: str) -> str:
     return f"{case} | {system} | {measure}"
 
 
-def run(case: PaperCase, seeds: Sequence[int]) -> dict[str, Figure]:
+def run(case: PaperCase, data: Path, seeds: Sequence[int]) -> dict[str, Figure]:
     """Simulate every system of ``case``; return a figure of each measure, a sample a seed."""
     figures = {}
-    for name, system in case.systems.items():
-        outcomes = [simulate(case.setting, system, seed) for seed in seeds]
+    for name, made in case.systems.items():
+        system = made if isinstance(made, RegionSystem) else made(data)
+        outcomes = [simulate(case.setting(data, seed), system, seed) for seed in seeds]
         for measure, (unit, value) in MEASURES.items():
             samples = [value(outcome) for outcome in outcomes]
             figures[figure_name(case.name, name, measure)] = figure(samples, unit)
@@ -50,7 +52,7 @@ def run(case: PaperCase, seeds: Sequence[int]) -> dict[str, Figure]:
 
 def table(case: PaperCase, figures: dict[str, Figure]) -> Table:
     """Return a table of means with their 95 % intervals (Student)."""
-    shown = Table(title=case.name, caption=f"paper: {case.paper}", title_justify="left")
+    shown = Table(title=case.name, caption=case.load, title_justify="left")
     for heading in ("system", *MEASURES):
         shown.add_column(heading, justify="left" if heading == "system" else "right")
     for name in case.systems:

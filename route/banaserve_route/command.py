@@ -53,7 +53,7 @@ class RouteOptions:
     )
     kv_replay: str = option("address that replays missed ones", "", metavar="ADDRESS")
     tokenizer: str = option(
-        "folder with the model's tokenizer, to compare texts with those events",
+        "folder with the model's tokenizer: counts tokens, and compares texts with those events",
         "",
         metavar="DIR",
     )

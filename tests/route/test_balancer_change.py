@@ -16,6 +16,7 @@ from banaserve_route.balancer.config import (
     ReplicaSettings,
 )
 from banaserve_route.balancer.targets import health as prober_module
+from banaserve_route.policies.gorgo.tuner import START
 
 HEALTH = HealthSettings(interval_s=0.02, report_interval_s=0.02, breaker_pause_s=0.05)
 PROMPT = b'{"prompt": "%b"}' % (b"the same long beginning " * 20)
@@ -68,7 +69,7 @@ async def test_counters_may_be_stale_for_comparison(house):
 
 
 async def test_weights_are_taken_back_while_serving_and_held(house):
-    told = PolicySettings(name="gorgo", options={"tuning": "repaired", "tuner": {"window": 8}})
+    told = PolicySettings(name="gorgo", preset="as-coded")
     balancer = await house.balance(await house.replica(), policy=told, health=HEALTH)
     policy = balancer.fleet.policy
 
@@ -79,12 +80,12 @@ async def test_weights_are_taken_back_while_serving_and_held(house):
             seen.add(policy.weights)
         return seen
 
-    assert len(await tried(24)) > 1
+    assert len(await tried(200)) > 1
     for is_held in (True, False):
         held = structs.replace(told, hold_safe=is_held)
         balancer.change(structs.replace(balancer.settings, policy=held))
-        assert policy.weights == (1.0, 1.0)
-        assert (await tried(24) == {(1.0, 1.0)}) is is_held
+        assert policy.weights == START
+        assert (await tried(200) == {START}) is is_held
     with pytest.raises(UserError, match="policy cannot change while serving"):
         balancer.change(structs.replace(balancer.settings, policy=PolicySettings()))
 
@@ -146,6 +147,36 @@ async def test_a_look_goes_on_after_what_nobody_foresaw(house, monkeypatch, name
     await house.until(lambda: not target.is_healthy)
     # The same surprise again and again is one line a task.
     assert sum("a surprise" in line for line in house.log) <= 2
+
+
+def steps_page(num_steps, pending=0):
+    return (
+        b'vllm:num_requests_waiting{engine="0"} %d.0\n'
+        b'vllm:iteration_tokens_total_count{engine="0"} %d.0\n' % (pending, num_steps)
+    )
+
+
+async def test_a_report_is_as_old_as_the_step_that_it_is_of(house):
+    replica = await house.replica()
+    replica.metrics = steps_page(7)
+    balancer = await house.balance(replica, policy=PolicySettings(name="skywalker"), health=HEALTH)
+    [target] = balancer.targets.values()
+    view = target.view
+    await house.until(lambda: view.reported_at_s is not None)
+    first_s = view.reported_at_s
+    assert (await house.ask(body=PROMPT)).status == 200
+    reads = replica.num_reads
+    await house.until(lambda: replica.num_reads >= reads + 3)
+    # No step has ended: the page cannot include the request.
+    assert (view.reported_at_s, view.sent_since_report) == (first_s, 1)
+    replica.metrics = steps_page(8, pending=2)
+    await house.until(lambda: view.pending == 2)
+    # This step may have begun before the request came.
+    assert (view.reported_at_s, view.sent_since_report) == (first_s, 1)
+    replica.metrics = steps_page(9)
+    await house.until(lambda: view.pending == 0)
+    assert view.reported_at_s > first_s
+    assert view.sent_since_report == 0
 
 
 async def test_a_peer_that_brings_a_surprise_is_looked_at_again(house, monkeypatch):

@@ -140,6 +140,28 @@ async def test_a_region_that_is_busy_pushes_on_and_only_then(house):
     assert world.balancers["eu"].queue.__len__() == 0
 
 
+async def test_a_region_in_a_long_step_does_not_keep_all_requests(house):
+    """Its page says that none waits until the step has ended, which is here never."""
+    go_on = asyncio.Event()
+
+    async def behave(asked):
+        await go_on.wait()
+        await asked.answer()
+
+    world = await World(house, ("eu", "us"), behave=behave).start()
+    replicas = [one for name in world.names for one in world.replicas[name]]
+    for one in replicas:
+        one.metrics = IDLE + b"vllm:iteration_tokens_total_count 1\n"
+    reads = [one.num_reads for one in replicas]
+    await house.until(
+        lambda: all(one.num_reads > seen + 1 for one, seen in zip(replicas, reads, strict=True))
+    )
+    asked = [asyncio.create_task(world.ask("eu")) for _ in range(44)]
+    await house.until(lambda: all(len(one.asked) == 16 for one in replicas))
+    go_on.set()
+    assert [(await one).status for one in asked] == [200] * 44
+
+
 async def test_a_forwarded_request_waits_where_it_is_and_goes_no_further(house):
     world = await World(house, ("eu", "us", "asia")).start()
     await world.make_busy("us")

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from banaserve.base.errors import UserError
 from banaserve.base.types import RequestId
+from banaserve_route.balancer.config import PolicySettings
 from banaserve_route.balancer.requests import prompt_blocks
 from banaserve_route.balancer.requests.prompt_blocks import PromptReader
 from banaserve_route.policies.caches.cache_view import block_keys
@@ -142,3 +143,21 @@ async def test_without_a_template_only_chats_are_not_read(folder):
     assert (await read(reader, COMPLETIONS, {"prompt": "a"})).num_tokens == 2
     assert not (await read(reader, CHAT, {"messages": [message("a")]})).blocks
     reader.close()
+
+
+@pytest.mark.parametrize(("with_tokenizer", "num_tokens"), [(True, 6), (False, 2)])
+async def test_policies_count_tokens_if_there_is_a_tokenizer(
+    house, folder, monkeypatch, with_tokenizer, num_tokens
+):
+    settings = {"tokenizer": str(folder)} if with_tokenizer else {}
+    policy = PolicySettings(name="gorgo")
+    balancer = await house.balance(await house.replica(), policy=policy, **settings)
+    choose, seen = balancer.fleet.policy.choose, []
+
+    def watched(request, view):
+        seen.append(request.num_tokens)
+        return choose(request, view)
+
+    monkeypatch.setattr(balancer.fleet.policy, "choose", watched)
+    assert (await house.ask(body=b'{"prompt": "a b c d e"}')).status == 200
+    assert seen == [num_tokens]

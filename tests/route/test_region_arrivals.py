@@ -10,8 +10,8 @@ import pytest
 from banaserve.base.errors import UserError
 from banaserve.sim.trace import read_trace
 from banaserve_route.sim.arrivals import diurnal, replay
-from banaserve_route.sim.programs import shared_prefixes
 from banaserve_route.sim.world import RegionSystem, Setting, simulate
+from client_programs import shared_prefixes
 
 TOOLS = shared_prefixes(5, 800, 100, 40, 1.1)
 FAR = {("us", "eu"): 90.0}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import log
 from random import Random
 from typing import Any
 
@@ -11,8 +10,7 @@ import pytest
 from banaserve.base.errors import UserError
 from banaserve.base.types import RequestId
 from banaserve_route.policies.fleet import Fleet
-from banaserve_route.policies.gorgo.tuner import Tuner, TunerOptions
-from banaserve_route.policies.gorgo.tuner_coded import SIGMA_FLOOR, CodedTuner
+from banaserve_route.policies.gorgo.tuner import RANGES, SIGMA_FLOOR, START, CodedTuner
 from banaserve_route.policies.interface import (
     PeerView,
     ReplicaId,
@@ -175,63 +173,33 @@ def test_rates_are_never_negative_and_keep_the_assumed_ones_without_evidence():
     assert min(rates.prefill_ms, rates.queue_ms, rates.base_ms) >= 0
 
 
-def drive(
-    tuner: Tuner | CodedTuner, seed: int, samples: int, world: Any, until_accepted: int = 10**9
-) -> None:
-    """Feeds the tuner what ``world`` makes of its weights: median first token and end to end."""
-    rng = Random(seed)
+def drive(tuner: CodedTuner, samples: int, world: Any) -> None:
+    """Feeds the tuner what ``world`` makes of its weights: the median time to first token."""
+    rng = Random(samples)
     for _ in range(samples):
-        ttft_ms, e2e_ms = world(*tuner.weights)
-        noise = rng.lognormvariate(0, 0.3)
-        tuner.sample(tuner.phase, ttft_ms * noise, e2e_ms * noise)
-        if isinstance(tuner, Tuner) and tuner.num_accepted >= until_accepted:
-            return
+        tuner.sample(world(*tuner.weights) * rng.lognormvariate(0, 0.3))
 
 
-def bowl(w_rtt: float, w_queue: float) -> tuple[float, float]:
-    """Best at 3 and 0.4."""
-    away = log(w_rtt / 3) ** 2 + log(w_queue / 0.4) ** 2
-    return 200 * (1 + away), 2000 * (1 + 0.3 * away)
-
-
-def hackable(w_rtt: float, w_queue: float) -> tuple[float, float]:
-    """The less the queue counts, the better the first tokens and the worse everything else."""
-    return 200 * w_queue, 2000 / w_queue**0.7
-
-
-def test_the_tuner_finds_better_weights_and_stays_within_its_bounds():
-    gains = []
-    for seed in range(5):
-        tuner = Tuner((1.0, 1.0), TunerOptions(window=128), Random(seed))
-        drive(tuner, seed, 20_000, bowl)
-        before, after = bowl(1.0, 1.0), bowl(*tuner.incumbent)
-        gains.append(after[0] / before[0])
-        assert all(0.1 <= weight <= 10 for weight in tuner.incumbent)
-        assert tuner.num_evaluations > 20
-    assert sorted(gains)[2] < 0.6, gains
-
-
-def test_the_goal_cannot_be_won_by_ruining_end_to_end():
+def test_the_goal_is_won_by_ruining_end_to_end():
+    """The less the queue counts, the better the first tokens, and the worse all else."""
     for seed in range(3):
-        tuner = Tuner((1.0, 1.0), TunerOptions(), Random(seed))
-        drive(tuner, seed, 15_000, hackable)
-        assert tuner.incumbent[1] > 0.6, tuner.incumbent
         coded = CodedTuner(Random(seed))
-        drive(coded, seed, 15_000, hackable)
-        assert coded.best[1] < 0.1, "the published goal is won this way"
+        drive(coded, 15_000, lambda _, w_queue: 200 * w_queue)
+        assert coded.best[1] < 0.1
+        assert all(low <= one <= high for one, (low, high) in zip(coded.best, RANGES, strict=True))
 
 
 def test_the_coded_tuner_ends_when_its_schedule_runs_out_whatever_it_found():
     coded = CodedTuner(Random(1))
-    drive(coded, 1, 128, lambda *_: (100.0, 100.0))
+    drive(coded, 128, lambda *_: 100.0)
     assert coded.num_evaluations == 1
     first = coded.best_score
     for _ in range(19 * 32):
-        coded.sample(0, 500.0, 500.0)
+        coded.sample(500.0)
     # All worse than the first: the step shrinks at every evaluation from the eighth on.
     assert coded.best_score == first > -500
     for _ in range(20 * 32):
-        coded.sample(0, 500.0, 500.0)
+        coded.sample(500.0)
     assert coded.is_over
     assert coded.sigma < SIGMA_FLOOR
 
@@ -239,98 +207,46 @@ def test_the_coded_tuner_ends_when_its_schedule_runs_out_whatever_it_found():
 def test_the_coded_rule_accepts_what_is_a_little_worse():
     coded = CodedTuner(Random(1))
     for _ in range(128):
-        coded.sample(0, 1000.0, 1.0)
+        coded.sample(1000.0)
     for _ in range(128):
-        coded.sample(0, 1004.0, 1.0)
+        coded.sample(1004.0)
     assert coded.best_score == pytest.approx(-1004.0)
 
 
-def test_samples_of_another_phase_and_nonsense_are_dropped():
-    tuner = Tuner((1.0, 1.0), TunerOptions(window=8), Random(1))
-    for _ in range(20):
-        tuner.sample(99, 1.0, 1.0)
-        tuner.sample(tuner.phase, float("nan"), 1.0)
-    assert tuner.phase == 0
-    for _ in range(8):
-        tuner.sample(0, 100.0, 100.0)
-    assert tuner.phase == 1
-    assert tuner.weights != (1.0, 1.0)
+def test_what_is_held_is_not_learnt_from_and_the_search_begins_anew():
+    fleet = fleet_of("gorgo", ReplicaView(A), preset="as-coded")
+    policy: Any = fleet.policy
 
+    def weights_of(count: int) -> set[tuple[float, ...]]:
+        seen = set()
+        for _ in range(count):
+            served(fleet, b"x", A)
+            seen.add(policy.weights)
+        return seen
 
-def test_failing_is_no_way_to_score_and_a_hopeless_candidate_ends_early():
-    tuner = Tuner((1.0, 1.0), TunerOptions(window=20), Random(1))
-    for _ in range(20):
-        tuner.sample(0, 100.0, 100.0)
-    for _ in range(11):
-        tuner.failed(1)
-    assert tuner.phase == 2
-    assert tuner.incumbent == tuner.weights == (1.0, 1.0)
-
-
-def test_a_client_that_goes_away_says_nothing_of_the_weights():
-    tuned = {"tuning": "repaired", "tuner": TunerOptions(window=8)}
-    for is_fault, phase in ((False, 0), (True, 1)):
-        fleet = fleet_of("gorgo", ReplicaView(A), **tuned)
-        for number in range(8):
-            flight = fleet.sent(
-                request_of(b"x", number), RoutingDecision(A, RoutingReason.TURN), 0.0
-            )
-            fleet.failed(flight, 1.0, is_fault)
-        assert fleet.policy.tuner.phase == phase  # type: ignore[attr-defined]
-
-
-def test_the_tuner_s_options_come_from_a_table_and_are_checked():
-    assert make("gorgo", Random(1), tuner={"window": 99}).options.tuner.window == 99  # type: ignore[attr-defined]
-    with pytest.raises(UserError, match="did you mean window"):
-        make("gorgo", Random(1), tuner={"windows": 99})
-    with pytest.raises(UserError, match="window is 1"):
-        make("gorgo", Random(1), tuner={"window": 1})
-
-
-def test_safe_weights_are_tried_again_and_win_when_the_world_has_changed():
-    tuner = Tuner((1.0, 1.0), TunerOptions(window=64, safe_every=4), Random(2))
-    drive(tuner, 2, 40_000, bowl, until_accepted=2)
-    assert tuner.incumbent != (1.0, 1.0)
-
-    def changed(w_rtt: float, w_queue: float) -> tuple[float, float]:
-        away = abs(log(w_rtt)) + abs(log(w_queue))
-        return 200 * (1 + 3 * away), 2000 * (1 + 3 * away)
-
-    drive(tuner, 3, 8000, changed)
-    assert tuner.num_returns >= 1
-    tuner.return_to_safe()
-    assert tuner.weights == (1.0, 1.0)
+    assert len(weights_of(300)) > 2
+    policy.hold_safe(True)
+    assert weights_of(300) == {START}
+    policy.hold_safe(False)
+    assert len(weights_of(300)) > 2
 
 
 def test_state_survives_and_what_is_no_state_is_refused_whole():
-    tuner = Tuner((1.0, 1.0), TunerOptions(window=32), Random(1))
-    drive(tuner, 1, 3000, bowl)
+    tuner = CodedTuner(Random(1))
+    drive(tuner, 3000, lambda w_rtt, _: 100 / w_rtt)
     state = tuner.state()
-    other = Tuner((1.0, 1.0), TunerOptions(window=32), Random(9))
+    other = CodedTuner(Random(9))
     other.restore(state)
     assert other.state() == state
-    assert other.weights == tuner.incumbent
+    assert other.weights == tuner.best
     for wrong in (
         {},
         state | {"incumbent": [1.0]},
-        state | {"incumbent": [1.0, 99.0]},
         state | {"incumbent": [1.0, float("nan")]},
-        state | {"sigma": -1.0},
-        state | {"sigma": "big"},
-        state | {"outcomes": "1010"},
-        state | {"num_accepted": -1},
+        state | {"incumbent": "heavy"},
+        state | {"is_over": 2},
     ):
-        fresh = Tuner((1.0, 1.0), TunerOptions(), Random(9))
+        fresh = CodedTuner(Random(9))
         with pytest.raises(UserError, match="remove the saved state"):
             fresh.restore(wrong)
-        assert fresh.weights == (1.0, 1.0)
-
-
-def test_bounds_that_decide_are_counted():
-    def steep(w_rtt: float, w_queue: float) -> tuple[float, float]:
-        return 1000 / w_rtt**0.5, 1000 / w_rtt**0.5
-
-    tuner = Tuner((1.0, 1.0), TunerOptions(window=32, low=0.5, high=2.0), Random(1))
-    drive(tuner, 1, 8000, steep)
-    assert tuner.num_bound_hits > 10
-    assert tuner.incumbent[0] > 1.5
+        assert fresh.weights == START

@@ -21,7 +21,7 @@ from banaserve_route.policies.interface import (
     RoutingReason,
 )
 from banaserve_route.policies.preble.costs import REGRESSIONS, WindowSum, mistral_7b_a6000
-from banaserve_route.policies.preble.tree import CacheTree, common_bytes
+from banaserve_route.policies.preble.tree import CacheTree, common_bytes, key_node
 from banaserve_route.policies.registry import make
 from depth import num_examples
 
@@ -104,7 +104,7 @@ def test_a_heavy_replica_s_requests_are_redirected_when_that_pays():
         send(fleet, prompt, A)
     assert ask(fleet, prompt).reason is RoutingReason.REBALANCED
     assert ask(fleet, prompt).target == B
-    calm = fleet_of(balance_threshold=0, scales_hot_prefixes=False)
+    calm = fleet_of(balance_threshold=0)
     serve(calm, KEY, A)
     for _ in range(3):
         send(calm, prompt, A)
@@ -124,7 +124,7 @@ def test_redirecting_waits_for_enough_requests():
 
 
 def test_a_prefix_whose_queueing_time_doubled_gets_another_replica():
-    fleet = fleet_of(balance_threshold=0, window_s=20.0)
+    fleet = fleet_of(balance_threshold=0, window_s=20.0, scales_hot_prefixes=True)
     for number in range(12):
         now_s = 0.5 * number if number < 6 else 10 + 0.5 * number
         flight = send(fleet, KEY + bytes([number]) * 8, A, now_s)
@@ -132,6 +132,37 @@ def test_a_prefix_whose_queueing_time_doubled_gets_another_replica():
         fleet.finished(flight, now_s + 1, 1)
     assert ask(fleet, KEY + b"s", 17.0).target == B
     assert ask(fleet, KEY + b"s", 60.0).target == A
+
+
+def test_a_hot_key_node_gives_half_of_its_subtree():
+    fleet = fleet_of(balance_threshold=0, window_s=20.0, scales_hot_prefixes=True)
+    for number in range(12):
+        now_s = 0.5 * number if number < 6 else 10 + 0.5 * number
+        flight = send(fleet, KEY + bytes([number % 4]) * 300, A, now_s)
+        fleet.first_token(flight, now_s + (0.3 if number < 6 else 0.9))
+        fleet.finished(flight, now_s + 1, 1)
+    request = Request(RequestId("q"), 1001, KEY + b"s")
+    fleet.sent(request, fleet.choose(request, 17.0), 17.0)
+    tree = fleet.policy.tree  # type: ignore[attr-defined]
+    tree.check()
+    kept = [len(tree.match(KEY + bytes([one]) * 300, 1.0)) for one in range(4)]
+    here = [tree.match(KEY + bytes([one]) * 300, 1.0)[A][0] == 1300 for one in range(4)]
+    assert sum(here) == 2
+    assert kept == [2] * 4
+    # The times start anew: the next request is not moved as well.
+    assert ask(fleet, KEY + b"t", 17.5).reason is RoutingReason.PREFIX
+
+
+def test_a_key_node_has_more_tokens_than_all_before_it():
+    tree = CacheTree(1, 10**6, 60.0)
+    for prompt in (b"s" * 50 + b"t" * 200 + b"q", b"s" * 50 + b"t" * 200 + b"r", b"s" * 50 + b"u"):
+        tree.add(prompt, 1.0, A, 0.0)
+
+    def key_of(prompt: bytes) -> bytes:
+        return key_node(tree.match(prompt, 1.0)[A][1]).label[:1]
+
+    assert key_of(b"s" * 50 + b"t" * 200 + b"q") == b"t"
+    assert key_of(b"s" * 50 + b"u") == b"s"
 
 
 def test_published_load_remembers_what_is_done_and_repaired_load_does_not():
@@ -147,15 +178,31 @@ def test_published_load_remembers_what_is_done_and_repaired_load_does_not():
             assert scores[A] == pytest.approx(scores[B])
 
 
-def test_an_explored_request_goes_where_there_is_decoding_unless_that_is_overloaded():
-    section = {"decode_fraction": 0.9, "output_ms_per_token": 100.0, "decode_share": 1.0}
-    fleet = fleet_of(**section, guards_balance=False)
-    send(fleet, b"short", A)
-    assert ask(fleet, b"new" * 300).reason is RoutingReason.IMBALANCE
-    assert ask(fleet, b"new" * 300).target == A
-    guarded = fleet_of(**section)
-    send(guarded, b"short", A)
-    assert ask(guarded, b"new" * 300).target == B
+def test_an_explored_request_goes_where_prompts_are_cached():
+    for decode_fraction, reason in (
+        (0.7, RoutingReason.IMBALANCE),
+        (0.9, RoutingReason.EXPLORE),
+        (1.0, RoutingReason.EXPLORE),
+    ):
+        fleet = fleet_of(decode_fraction=decode_fraction)
+        serve(fleet, KEY, A)
+        for _ in range(4):
+            send(fleet, KEY + b"s", A)
+        # Of 5004 tokens 4000 were cached.
+        assert ask(fleet, b"new" * 300).reason is reason
+        assert ask(fleet, b"new" * 300, 40.0).reason is RoutingReason.EXPLORE
+
+
+def test_only_the_heaviest_gives_and_only_the_lightest_takes():
+    fleet = fleet_of("abc")
+    serve(fleet, KEY, A)
+    for _ in range(3):
+        send(fleet, KEY + b"s", A)
+    send(fleet, b"other" * 100, B)
+    assert ask(fleet, KEY + b"t").target == C
+    for _ in range(9):
+        send(fleet, b"long" * 1000, B)
+    assert ask(fleet, KEY + b"t").reason is RoutingReason.PREFIX
 
 
 def test_the_regression_of_the_code_dips_and_the_repaired_one_does_not():

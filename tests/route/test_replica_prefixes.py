@@ -88,9 +88,9 @@ SKYWALKER_CASES: list[tuple[str, dict[str, Any], Views, Views, int, str | None, 
         RoutingReason.FORWARDED,
     ),
     (
-        "credit of four used up",
-        {"credit": 4},
-        {"a": told(0) | {"sent_since_report": 4}},
+        "sixteen that the report cannot include",
+        {},
+        {"a": told(0) | {"sent_since_report": 16, "outstanding": 18}},
         {},
         0,
         None,
@@ -99,7 +99,16 @@ SKYWALKER_CASES: list[tuple[str, dict[str, Any], Views, Views, int, str | None, 
     (
         "which the code does not count",
         {"preset": "as-coded"},
-        {"a": told(0) | {"sent_since_report": 4}},
+        {"a": told(0) | {"sent_since_report": 16, "outstanding": 18}},
+        {},
+        0,
+        "a",
+        RoutingReason.EXPLORE,
+    ),
+    (
+        "sixteen were sent, and one of them has ended",
+        {},
+        {"a": told(0) | {"sent_since_report": 16, "outstanding": 15}},
         {},
         0,
         "a",
@@ -157,6 +166,41 @@ def test_skywalker_s_layers(name, section, views, peers, queue, target, reason):
     if name == "skywalker_ch" and reason is RoutingReason.EXPLORE:
         reason = RoutingReason.SESSION
     assert found[:2] == (target, reason)
+
+
+def test_a_burst_is_shared_with_a_region_of_four_places():
+    """In the paper the 20 that have no place here go there at once, where 16 wait."""
+    kept = {}
+    for preset in ("repaired", "as-coded"):
+        fleet = fleet_of(
+            "skywalker",
+            {"a": told()},
+            {"p": OPEN_PEER | {"num_available": 1}},
+            preset=preset,
+            push="outstanding",
+            max_outstanding=4,
+        )
+        targets = []
+        for left in reversed(range(24)):
+            fleet.queue_length = left
+            decision = fleet.choose(request_of(), NOW_S)
+            if decision.target is None:
+                break
+            fleet.sent(request_of(), decision, NOW_S)
+            targets.append(decision.target)
+        kept[preset] = (targets.count(ReplicaId("a")), targets.count(ReplicaId("p")))
+    assert kept == {"repaired": (4, 11), "as-coded": (4, 20)}
+
+
+def test_a_report_leaves_out_what_was_sent_after_it():
+    fleet = fleet_of("skywalker", {"a": {}})
+    for now_s in (1.0, 2.0, 3.0):
+        fleet.sent(request_of(), RoutingDecision(ReplicaId("a"), RoutingReason.TURN), now_s)
+    view = fleet.get(ReplicaId("a"))
+    fleet.reported(ReplicaId("a"), Report(2.0))
+    assert view.sent_since_report == 2
+    fleet.reported(ReplicaId("a"), Report(3.5))
+    assert view.sent_since_report == 0
 
 
 def test_a_forwarded_request_waits_here_and_is_not_forwarded_again():

@@ -187,7 +187,7 @@ async def test_a_file_is_followed_and_a_mistake_in_it_changes_nothing(tmp_path, 
 
 
 def gorgo(path):
-    policy = PolicySettings(name="gorgo", options={"tuning": "repaired"}, state_file=str(path))
+    policy = PolicySettings(name="gorgo", preset="as-coded", state_file=str(path))
     return settings_of(1, policy=policy)
 
 

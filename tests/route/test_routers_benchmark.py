@@ -13,7 +13,7 @@ from banaserve.base.errors import UserError
 from banaserve_bench.results import result
 from benchmarks.routers import cells, command
 from benchmarks.routers.cells import SYSTEMS, RouterCell
-from benchmarks.routers.loads import LOADS, unlimited
+from benchmarks.routers.loads import LOADS, closed_loop, trees, unlimited
 
 LOGNORMAL = {"mu": 5.0, "sigma": 0.5, "max": 2000}
 MANIFEST = {
@@ -61,6 +61,21 @@ def test_sessions_share_what_the_manifest_says_and_pause_between_turns(data: Pat
     work_s, hits = unlimited(sessions, cells.SPEC)
     assert work_s > 0
     assert 0.5 < hits < 1
+
+
+def test_a_client_climbs_one_tree_after_another_level_by_level(tmp_path: Path) -> None:
+    rows = [{"question": "how many? " * number, "answer": "so many"} for number in (30, 60)]
+    (tmp_path / "gsm8k").mkdir()
+    packed = zstandard.compress("\n".join(map(json.dumps, rows)).encode())
+    (tmp_path / "gsm8k/train.jsonl.zst").write_bytes(packed)
+    for branches in (2, 4):
+        program = closed_loop(trees(branches), tmp_path)(Random(1), "ann")
+        steps = [step for step, _ in zip(program, range(5), strict=False)]
+        assert [len(step) for step in steps] == [*(branches**k for k in range(1, 5)), branches]
+        sessions = [{call.session for call in step} for step in steps]
+        assert sessions == [{"ann/0"}] * 4 + [{"ann/1"}]
+        above = {call.prompt + call.output for call in steps[0]}
+        assert all(any(call.prompt.startswith(one) for one in above) for call in steps[1])
 
 
 def test_every_system_answers_every_request_of_a_cell(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 import pytest
 
+from banaserve.base.types import RequestId
 from banaserve.sim.timeline import Timeline
+from banaserve_route.policies.interface import Request
 from banaserve_route.policies.registry import make
 from banaserve_route.sim.balancer import SimBalancer
-from banaserve_route.sim.programs import chat, shared_prefixes, tree_of_thoughts
-from banaserve_route.sim.replica import UNIT_BYTES, Accelerator, SimReplica
+from banaserve_route.sim.replica import UNIT_BYTES, Accelerator, ReplicaJob, SimReplica
 from banaserve_route.sim.world import RegionSystem, Setting, simulate
+from client_programs import chat, shared_prefixes
 
 FAR = {("us", "eu"): 90.0, ("us", "asia"): 150.0, ("eu", "asia"): 220.0}
 CHAT = chat(256, 120, 150)
@@ -95,12 +98,20 @@ def test_distance_and_computing_are_in_the_times():
     assert one.done_s - one.first_s == pytest.approx(0.05 * (steps - 1), abs=1e-6)
 
 
-def test_trees_ask_level_by_level():
-    setting = Setting({"us": 2}, {"us": [(1, tree_of_thoughts(2))]}, duration_s=60.0)
-    outcome = simulate(setting, RegionSystem("skywalker"), 1)
-    sent = sorted({one.sent_s for one in outcome.records})
-    counts = [sum(one.sent_s == at for one in outcome.records) for at in sent[:5]]
-    assert counts == [2, 4, 8, 16, 2]
+def test_priority_groups_let_cached_prompts_overtake():
+    rng = Random(1)
+    known, other = (rng.randbytes(20 * UNIT_BYTES) for _ in range(2))
+    for num_groups, order in ((1, "kou"), (10, "kuo")):
+        timeline, begun = Timeline(), []
+        spec = Accelerator(max_running=1, num_groups=num_groups)
+        replica = SimReplica("a", "us", spec, timeline)
+        for name, prompt in (("k", known), ("o", other), ("u", known + rng.randbytes(UNIT_BYTES))):
+            request = Request(RequestId(name), len(prompt) // UNIT_BYTES * 16, prompt)
+            output = rng.randbytes(2 * UNIT_BYTES)
+            job = ReplicaJob(request, output, partial(begun.append, name), lambda: None)
+            replica.submit(job)
+        timeline.run(60.0)
+        assert "".join(begun) == order
 
 
 def test_a_policy_gets_the_reports_and_the_peers_that_it_declares_to_need():

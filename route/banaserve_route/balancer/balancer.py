@@ -296,7 +296,7 @@ class Balancer(RequestHandler):
         for observer in self.observers:
             observer.began(proxied)
         self._under_way[proxied] = None
-        if self.fleet.caches.block_sizes:
+        if self.fleet.caches.block_sizes or (self.settings.tokenizer and not self._is_blind):
             reading = asyncio.get_running_loop().create_task(self._read_and_start(proxied))
             self._reading.add(reading)
             reading.add_done_callback(self._reading.discard)
@@ -309,7 +309,7 @@ class Balancer(RequestHandler):
         self.fleet.queue_length = len(self.queue)
 
     async def _read_and_start(self, proxied: ProxiedRequest) -> None:
-        """Start a request with the keys of its blocks, which are made beside the event loop."""
+        """Start a request with its tokens counted and the keys of its blocks, made in a thread."""
         caches = self.fleet.caches
         proxied.request = await self._prompts.with_blocks(
             proxied.request, proxied.message, caches.block_sizes, caches.adapters

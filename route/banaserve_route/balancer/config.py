@@ -423,7 +423,8 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
             system's authorities.
         forward_to: Regions to which requests may be forwarded; None: all of ``peers``.
         tokenizer: Folder with the ``tokenizer.json`` of the served model, and its chat template:
-            texts are compared with the KV events of replicas too; empty: only prompts of token ids.
+            policies get the number of a prompt's tokens, and texts are compared with the KV events
+            of replicas too; empty: four bytes count as a token.
     """
 
     region: str = "local"
@@ -542,8 +543,6 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         for name in ids:
             if ids.count(name) > 1 or name in regions:
                 raise UserError(f"the id {name} is there twice: give each replica its own")
-        if self.tokenizer and not any(one.kv_events for one in self.replicas):
-            raise UserError("tokenizer is of no use without kv_events of a replica: give both")
         for key in self.forward_to or ():
             check_known("region in forward_to", key, regions)
 

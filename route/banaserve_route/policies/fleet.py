@@ -6,6 +6,7 @@ simulator drives the same code in virtual time.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
@@ -26,6 +27,9 @@ from banaserve_route.policies.interface import (
 
 ROUND_TRIP_WEIGHT = 0.3
 """Weight of the latest measurement in the smoothed round-trip time, as in GORGO."""
+
+MAX_UNREPORTED = 1024
+"""Maximum number of requests to a target that count as sent since its last report."""
 
 View = TypeVar("View", bound=ReplicaView)
 
@@ -78,6 +82,7 @@ class Fleet:
         self._sorted: tuple[list[ReplicaView], list[PeerView]] | None = None
         self._seen: tuple[float, list[ReplicaView], list[PeerView]] | None = None
         self._flights: dict[int, tuple[Flight, ReplicaView | None]] = {}
+        self._sent_s: dict[ReplicaId, deque[float]] = {}
 
     def add(self, view: ReplicaView) -> None:
         """Add a replica, or a peer if ``view`` is a ``PeerView``.
@@ -97,6 +102,7 @@ class Fleet:
         """Remove a replica or peer; its flights still end individually."""
         self._replicas.pop(target, None)
         self._peers.pop(target, None)
+        self._sent_s.pop(target, None)
         self.caches.remove(target)
         self._sorted = self._seen = None
         self.policy.on_replica_gone(target)
@@ -123,7 +129,10 @@ class Fleet:
         view.reported_at_s = report.at_s
         view.pending, view.running = report.pending, report.running
         view.kv_used_fraction = report.kv_used_fraction
-        view.sent_since_report = 0
+        if (sent_s := self._sent_s.get(target)) is not None:
+            while sent_s and sent_s[0] < report.at_s:
+                sent_s.popleft()
+            view.sent_since_report = len(sent_s)
         if isinstance(view, PeerView):
             view.queue_length, view.num_available = report.queue_length, report.num_available
             view.num_replicas = report.num_replicas
@@ -177,7 +186,9 @@ class Fleet:
             self._count(view, flight, +1)
             self._count_prefill(view, flight, +1)
             view.num_sent += 1
-            view.sent_since_report += 1
+            sent_s = self._sent_s.setdefault(target, deque(maxlen=MAX_UNREPORTED))
+            sent_s.append(now_s)
+            view.sent_since_report = len(sent_s)
         self._flights[id(flight)] = (flight, view)
         self.caches.sent(flight)
         self.policy.on_sent(flight)

@@ -102,7 +102,8 @@ class ReplicaView:
         pending: Reported number of requests not yet in a batch (vLLM's ``num_requests_waiting``).
         running: Reported number of requests in the batch.
         kv_used_fraction: Reported share of KV memory in use, in [0, 1].
-        reported_at_s: Time of the last report; None before the first.
+        reported_at_s: Time of the last report, or of the step that it is of if the replica counts
+            its steps; None before the first report.
     """
 
     id: ReplicaId

@@ -44,10 +44,11 @@ class SkyWalkerOptions(TreeOptions):
             pending request), ``outstanding`` (SP-O: it has fewer than ``max_outstanding``) or
             ``blind`` (always).
         max_outstanding: Limit of SP-O, and of SP-P while a replica has not reported for
-            ``stale_after_s``.
-        credit: Maximum number of requests sent to a replica between two of its reports; 0: no
-            limit. A report does not include later requests, but a small limit also sends requests
-            away from their prefix: simulated trees lose a fifth of their throughput at 2 to 4.
+            ``stale_after_s``, as it does not during a long step.
+        max_unreported: Maximum number of outstanding requests at a replica that its last report
+            cannot include; those forwarded to a peer count as in its queue, except for one for each
+            of its free replicas. 0: no such count, as in the paper, whose bursts between two
+            reports go to one target as a whole.
         stale_after_s: Age of a report, in seconds, above which it is ignored.
         tau: Maximum queue length of a peer that gets requests.
         compares_queues: True if a peer with a longer queue than this balancer's gets no requests.
@@ -60,7 +61,7 @@ class SkyWalkerOptions(TreeOptions):
 
     push: str = PENDING
     max_outstanding: int = 10
-    credit: int = 0
+    max_unreported: int = 16
     stale_after_s: float = 2.0
     tau: int = 10
     compares_queues: bool = True
@@ -75,7 +76,7 @@ class SkyWalkerOptions(TreeOptions):
             self,
             {
                 "max_outstanding": (1, 1e9),
-                "credit": (0, 1e9),
+                "max_unreported": (0, 1e9),
                 "stale_after_s": (0.001, 1e9),
                 "tau": (0, 1e9),
                 "prefix_threshold": (0, 1),
@@ -87,6 +88,7 @@ class SkyWalkerOptions(TreeOptions):
 PRESETS = {
     "repaired": SkyWalkerOptions(),
     "published": SkyWalkerOptions(
+        max_unreported=0,
         stale_after_s=1e9,
         compares_queues=False,
         eviction=FIFO,
@@ -94,7 +96,11 @@ PRESETS = {
         peer_snapshots=False,
     ),
     "as-coded": SkyWalkerOptions(
-        stale_after_s=1e9, trims=False, peer_snapshots=False, virtual_nodes=1
+        max_unreported=0,
+        stale_after_s=1e9,
+        trims=False,
+        peer_snapshots=False,
+        virtual_nodes=1,
     ),
 }
 
@@ -187,7 +193,7 @@ class SkyWalker(TreePolicy):
         """Yield the ``views``, replicas of this region, that accept more requests."""
         options = self.options
         since_s = fleet.now_s - options.stale_after_s
-        credit, most = options.credit or float("inf"), options.max_outstanding
+        most, limit = options.max_outstanding, options.max_unreported or float("inf")
         if options.push == BLIND:
             return iter(views)
         if options.push == OUTSTANDING:
@@ -196,7 +202,7 @@ class SkyWalker(TreePolicy):
             view
             for view in views
             if (
-                view.pending == 0 and view.sent_since_report < credit
+                view.pending == 0 and _unreported(view) < limit
                 if (at_s := view.reported_at_s) is not None and at_s >= since_s
                 else view.outstanding < most
             )
@@ -212,9 +218,15 @@ class SkyWalker(TreePolicy):
         limit = self.options.tau
         if self.options.compares_queues:
             limit = min(limit, fleet.queue_length)
-        credit = self.options.credit * peer.num_available
-        has_credit = not self.options.credit or peer.sent_since_report < credit
-        return peer.num_available >= 1 and peer.queue_length <= limit and has_credit
+        queued = peer.queue_length
+        if self.options.max_unreported:
+            queued += max(0, _unreported(peer) - peer.num_available)
+        return peer.num_available >= 1 and queued <= limit
+
+
+def _unreported(view: ReplicaView) -> int:
+    """Return how many outstanding requests the target's last report may not include."""
+    return min(view.sent_since_report, view.outstanding)
 
 
 @register("skywalker_ch")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from banaserve.engine.priority_groups import PriorityGroups
 from banaserve.sim.timeline import Timeline
 from banaserve_route.policies.interface import ReplicaId, Request
 from banaserve_route.policies.preble.tree import CacheTree
@@ -16,6 +16,7 @@ BLOCK_TOKENS = 16
 UNIT_BYTES = 8
 """Size of the digest of one block: prompts are digests of blocks, 8 bytes for 16 tokens."""
 
+_LOOKS_A_STEP = 16
 _SELF = ReplicaId("self")
 _UNLIMITED_BYTES = 1 << 40
 
@@ -36,6 +37,8 @@ class Accelerator:
         chunk_tokens: Maximum number of prompt tokens in a step.
         fetch_ms_per_token: Time to copy the KV of a token from a shared store, in ms: 128 KiB at
             12.5 GB/s.
+        num_groups: Number of Preble's groups of waiting requests by their cached share; 1: first
+            come, first served.
     """
 
     step_ms: float = 55.0
@@ -46,6 +49,7 @@ class Accelerator:
     max_running: int = 64
     chunk_tokens: int = 2048
     fetch_ms_per_token: float = 0.0105
+    num_groups: int = 1
 
 
 @dataclass(slots=True, eq=False)
@@ -145,7 +149,8 @@ class SimReplica:
     ) -> None:
         self.id = ReplicaId(replica_id)
         self.region = region
-        self.waiting: deque[ReplicaJob] = deque()
+        self.waiting: PriorityGroups[ReplicaJob] = PriorityGroups(accelerator.num_groups)
+        self._num_submitted = 0
         self.running: list[ReplicaJob] = []
         self.used_tokens = 0
         self.most_outstanding = 0
@@ -182,7 +187,8 @@ class SimReplica:
 
     def submit(self, job: ReplicaJob) -> None:
         """Take ``job``, which starts with the next step that has room."""
-        self.waiting.append(job)
+        self._num_submitted += 1
+        self.waiting.add(job, self._num_submitted, self._cached_fraction(job))
         self.most_outstanding = max(self.most_outstanding, self.outstanding)
         if self._steps is None:
             self._step()
@@ -249,17 +255,29 @@ class SimReplica:
                 job.on_done()
         self._step()
 
+    def _hit_tokens(self, request: Request) -> int:
+        hit = self._cache.match(request.prompt, BLOCK_TOKENS).get(_SELF)
+        return min(int(hit[0]), request.num_tokens - 1) if hit else 0
+
+    def _cached_fraction(self, job: ReplicaJob) -> float:
+        if self.waiting.num_groups == 1:
+            return 0.0
+        return self._hit_tokens(job.request) / job.request.num_tokens
+
     def _admit(self) -> None:
+        self.waiting.settle()
+        if self.waiting.num_groups > 1:
+            for job in self.waiting.to_look_at(_LOOKS_A_STEP):
+                self.waiting.raise_to(job, self._cached_fraction(job))
         while self.waiting and len(self.running) < self._spec.max_running:
-            job = self.waiting[0]
+            job = self.waiting.peek()
             request = job.request
-            hit = self._cache.match(request.prompt, BLOCK_TOKENS).get(_SELF)
-            hit_tokens = min(int(hit[0]), request.num_tokens - 1) if hit else 0
+            hit_tokens = self._hit_tokens(request)
             output_tokens = len(job.output) // UNIT_BYTES * BLOCK_TOKENS
             held = request.num_tokens - hit_tokens + output_tokens
             if self.running and self.used_tokens + held > self._spec.kv_tokens:
                 return
-            self.waiting.popleft()
+            self.waiting.pop()
             if self._store is not None:
                 stored = min(self._store.match(request.prompt), request.num_tokens - 1)
                 job.fetched_tokens = max(0, stored - hit_tokens)

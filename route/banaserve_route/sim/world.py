@@ -10,7 +10,7 @@ from typing import Any
 from banaserve.base.types import RequestId
 from banaserve.sim.result import percentile
 from banaserve.sim.timeline import Timeline
-from banaserve_route.policies.interface import Request
+from banaserve_route.policies.interface import Request, State
 from banaserve_route.policies.registry import make
 from banaserve_route.sim.arrivals import Arrivals
 from banaserve_route.sim.balancer import RoundTrips, SimBalancer
@@ -113,12 +113,14 @@ class RequestOutcome:
     Attributes:
         most_outstanding: Maximum number of outstanding requests of each replica.
         busy_s: Time of each replica's steps, in seconds.
+        states: State of each balancer's policy at the end.
     """
 
     duration_s: float
     records: list[Record]
     most_outstanding: list[int]
     busy_s: list[float] = field(default_factory=list)
+    states: list[State] = field(default_factory=list)
 
     def done(self) -> list[Record]:
         """Return the requests that were answered."""
@@ -199,7 +201,8 @@ def simulate(setting: Setting, system: RegionSystem, seed: int) -> RequestOutcom
     timeline.run(setting.duration_s)
     most = [replica.most_outstanding for replica in replicas]
     busy_s = [replica.busy_s for replica in replicas]
-    return RequestOutcome(setting.duration_s, clients.records, most, busy_s)
+    states = [door.fleet.policy.state() for door in doors.values()]
+    return RequestOutcome(setting.duration_s, clients.records, most, busy_s, states)
 
 
 def _starts(setting: Setting, seed: int) -> Iterator[tuple[str, str, MakeProgram, float]]:

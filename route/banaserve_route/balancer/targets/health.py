@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from time import monotonic
 from typing import NamedTuple
 
@@ -21,6 +22,9 @@ _GAUGES = re.compile(
     rb"sglang:num_running_reqs|vllm:kv_cache_usage_perc|sglang:token_usage)"
     rb"(?:\{[^}\n]*\})?[ ]+([0-9.eE+\-]{1,32})[ ]*$",
     re.MULTILINE,
+)
+_STEPS = re.compile(
+    rb"^vllm:iteration_tokens_total_count(?:\{[^}\n]*\})?[ ]+([0-9.eE+]{1,32})[ ]*$", re.MULTILINE
 )
 _WAITING = (b"vllm:num_requests_waiting", b"sglang:num_queue_reqs")
 _RUNNING = (b"vllm:num_requests_running", b"sglang:num_running_reqs")
@@ -48,6 +52,8 @@ class Prober:
         self._on_change, self._on_report, self._log = on_change, on_report, log
         self._reads_reports = reads_reports
         self._tasks: list[asyncio.Task[None]] = []
+        self._num_steps: float | None = None
+        self._step_s: float | None = None
 
     def start(self) -> None:
         health, name = self.health, self._target.name
@@ -91,8 +97,22 @@ class Prober:
             return
         report = read_report(answer.body, asked_s) if answer.status == 200 else None
         if report is not None:
-            self._fleet.reported(target.view.id, report)
+            if (dated := self._dated(report, count_steps(answer.body))) is not None:
+                self._fleet.reported(target.view.id, dated)
             self._on_report()
+
+    def _dated(self, report: Report, num_steps: float | None) -> Report | None:
+        """Return ``report`` with the engine's own time; None if no step has ended since the last.
+
+        An engine sets its gauges at the end of a step, and counts the requests that had come before
+        the step began: before the end of the previous step, which the last new page showed.
+        """
+        if num_steps is None:
+            return report
+        if num_steps == self._num_steps:
+            return None
+        began_s, self._step_s, self._num_steps = self._step_s, report.at_s, num_steps
+        return report if began_s is None else replace(report, at_s=began_s)
 
 
 def read_report(page: bytes, at_s: float) -> Report | None:
@@ -117,6 +137,15 @@ def read_report(page: bytes, at_s: float) -> Report | None:
     if not found:
         return None
     return Report(at_s, int(waiting), int(running), max(used, default=0.0))
+
+
+def count_steps(page: bytes) -> float | None:
+    """Return how many steps the engines of a metrics page have taken; None if it has no count."""
+    found = _STEPS.findall(page)
+    try:
+        return sum(map(float, found)) if found else None
+    except ValueError:
+        return None
 
 
 async def run_periodically(

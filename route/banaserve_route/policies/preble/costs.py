@@ -72,33 +72,29 @@ class WindowSum:
 
 
 @dataclass(slots=True)
-class WorkWindow:
-    """Work sent to one replica within exactly the last ``window_s`` seconds, in milliseconds."""
+class TimedSum:
+    """Sum and number of the values within exactly the last ``window_s`` seconds."""
 
     window_s: float
-    prefill_ms: float = 0.0
-    decode_ms: float = 0.0
-    _sent: deque[tuple[float, float, float]] = field(default_factory=deque)
+    total: float = 0.0
+    _added: deque[tuple[float, float]] = field(default_factory=deque)
 
     @property
-    def num_sent(self) -> int:
-        """Number of requests within the window."""
-        return len(self._sent)
+    def num_added(self) -> int:
+        """Number of values within the window."""
+        return len(self._added)
 
-    def add(self, now_s: float, prefill_ms: float, decode_ms: float) -> None:
-        """Count a request sent at ``now_s``."""
-        self._sent.append((now_s, prefill_ms, decode_ms))
-        self.prefill_ms += prefill_ms
-        self.decode_ms += decode_ms
+    def add(self, value: float, now_s: float) -> None:
+        """Add ``value`` at ``now_s``."""
+        self._added.append((now_s, value))
+        self.total += value
 
     def forget(self, now_s: float) -> None:
-        """Drop requests sent before the window that ends at ``now_s``."""
-        while self._sent and self._sent[0][0] < now_s - self.window_s:
-            _, prefill_ms, decode_ms = self._sent.popleft()
-            self.prefill_ms -= prefill_ms
-            self.decode_ms -= decode_ms
-        if not self._sent:
-            self.prefill_ms = self.decode_ms = 0.0
+        """Drop values from before the window that ends at ``now_s``."""
+        while self._added and self._added[0][0] < now_s - self.window_s:
+            self.total -= self._added.popleft()[1]
+        if not self._added:
+            self.total = 0.0
 
 
 class WindowLoad:
@@ -112,32 +108,35 @@ class WindowLoad:
     def __init__(self, window_s: float, recent_s: float) -> None:
         self.outstanding_ms = 0.0
         self.output_tokens = 0.0
-        self._history = WorkWindow(window_s)
-        self._recent = WorkWindow(recent_s)
+        self._work_ms = TimedSum(window_s)
+        self._prompt_tokens, self._hit_tokens = TimedSum(recent_s), TimedSum(recent_s)
 
-    def add(self, now_s: float, prefill_ms: float, decode_ms: float) -> None:
+    def add(self, now_s: float, work_ms: float, prompt_tokens: int, hit_tokens: int) -> None:
         """Count a request sent at ``now_s``."""
-        self._history.add(now_s, prefill_ms, decode_ms)
-        self._recent.add(now_s, prefill_ms, decode_ms)
-        self.outstanding_ms += prefill_ms + decode_ms
+        self._work_ms.add(work_ms, now_s)
+        self._prompt_tokens.add(prompt_tokens, now_s)
+        self._hit_tokens.add(hit_tokens, now_s)
+        self.outstanding_ms += work_ms
 
     def history_ms(self, now_s: float) -> float:
         """Return the work sent within the window, in milliseconds."""
         self.forget(now_s)
-        return self._history.prefill_ms + self._history.decode_ms
+        return self._work_ms.total
 
     def num_sent(self, now_s: float) -> int:
         """Return the number of requests sent within the window."""
         self.forget(now_s)
-        return self._history.num_sent
+        return self._work_ms.num_added
 
     def decode_fraction(self, now_s: float) -> float:
-        """Return the share of decoding in the work sent within the last ``recent_s`` seconds."""
+        """Return the cached share of the prompt tokens sent within the last ``recent_s`` seconds.
+
+        A cached prompt leaves only decoding to do, so the paper counts it as such.
+        """
         self.forget(now_s)
-        total = self._recent.prefill_ms + self._recent.decode_ms
-        return self._recent.decode_ms / total if total else 0.0
+        return self._hit_tokens.total / max(1.0, self._prompt_tokens.total)
 
     def forget(self, now_s: float) -> None:
         """Drop requests that are older than the windows."""
-        self._history.forget(now_s)
-        self._recent.forget(now_s)
+        for one in (self._work_ms, self._prompt_tokens, self._hit_tokens):
+            one.forget(now_s)

@@ -2,9 +2,11 @@
 
 Repairs: a match is judged for each replica by the present content of its cache; a replica's load is
 its unfinished work, not all work sent in three minutes; requests on a prefix are divided by those
-on the same replica; moving a prefix must pay for its recomputation. ImbalR is not defined in the
-paper and disabled in its code; without a guard, it sends all requests to one replica if answers are
-long. So the presets of the paper have it disabled, too.
+on the same replica; moving a prefix must pay for its recomputation.
+
+ImbalR has no value in the paper. ``published`` has that of the authors' code, which does not use
+it, and takes the share of cached prompt tokens for DecodeRatio, as both do. The repaired form
+leaves out ImbalR and the scaling of hot prefixes, which gain nothing beside its loads.
 """
 
 from __future__ import annotations
@@ -23,15 +25,15 @@ from banaserve_route.policies.interface import (
     RoutingReason,
 )
 from banaserve_route.policies.policy import Policy, check_choice, check_range
-from banaserve_route.policies.preble.costs import REGRESSIONS, WindowLoad
-from banaserve_route.policies.preble.tree import CacheTree, Node
+from banaserve_route.policies.preble.costs import REGRESSIONS, WindowLoad, WindowSum
+from banaserve_route.policies.preble.tree import CacheTree, Node, key_node
 from banaserve_route.policies.rates import Rates
 from banaserve_route.policies.registry import register
 
 MEASURED = "measured"
 _LEARNING = 0.02
 RECENT_S = 30.0
-"""Window over which prefill and decode work are compared, in seconds."""
+"""Window over which cached and computed prompt tokens are compared, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +42,13 @@ class PrebleOptions:
 
     Attributes:
         window_s: Window H, in seconds.
-        balance_threshold: Ratio of loads Th_bal above which requests are redirected; 0: never.
+        balance_threshold: Ratio of the heaviest load to the lightest, Th_bal, above which requests
+            that would exploit the heaviest replica go to the lightest; 0: never.
         balance_after: Number of requests per replica before the first one is redirected.
-        scales_hot_prefixes: True if a prefix whose queueing time doubled within H gets another
-            replica.
-        decode_fraction: Share of decoding in a replica's work, ImbalR, above which an explored
-            request goes to that replica; 1: never.
-        guards_balance: True if such a request does not go to a replica whose load exceeds Th_bal
-            times the lightest load.
+        scales_hot_prefixes: True if a key node whose queueing time doubled within H gets another
+            replica, with half of its subtree.
+        decode_fraction: Share of cached tokens in a replica's prompts, ImbalR, above which an
+            explored request goes to that replica; 1: never.
         counts_outstanding: True if L is the work of outstanding requests, False if of all requests
             sent within H.
         regression: Source of prefill times: ``measured`` here, or Preble's code for Mistral-7B on
@@ -64,9 +65,8 @@ class PrebleOptions:
     window_s: float = 180.0
     balance_threshold: float = 1.5
     balance_after: int = 50
-    scales_hot_prefixes: bool = True
-    decode_fraction: float = 0.9
-    guards_balance: bool = True
+    scales_hot_prefixes: bool = False
+    decode_fraction: float = 1.0
     counts_outstanding: bool = True
     regression: str = MEASURED
     prefill_ms_per_token: float = 0.094
@@ -95,8 +95,7 @@ class PrebleOptions:
 
 _SENT: Mapping[str, Any] = {
     "counts_outstanding": False,
-    "guards_balance": False,
-    "decode_fraction": 1.0,
+    "scales_hot_prefixes": True,
     "output_ms_per_token": 150.0,
     "decode_share": 1.0,
 }
@@ -108,7 +107,7 @@ class Preble(Policy):
 
     PRESETS: ClassVar[Mapping[str, Any]] = {
         "repaired": PrebleOptions(),
-        "published": PrebleOptions(regression="monotone", **_SENT),
+        "published": PrebleOptions(regression="monotone", decode_fraction=0.7, **_SENT),
         "as-coded": PrebleOptions(regression="as-coded", **_SENT),
     }
 
@@ -121,11 +120,12 @@ class Preble(Policy):
         self._loads: dict[ReplicaId, WindowLoad] = {}
         self._work_ms: dict[int, float] = {}
         self._num_sent = 0
+        self._split: tuple[Node, ReplicaId] | None = None
 
     def pick(
         self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
     ) -> RoutingDecision:
-        now_s = fleet.now_s
+        now_s, self._split = fleet.now_s, None
         matched = self.tree.match(request.prompt, self._tokens_per_unit(request))
         hits = {target: min(request.num_tokens, int(hit[0])) for target, hit in matched.items()}
         loads = [self._load_ms(view.id, now_s) for view in candidates]
@@ -139,7 +139,7 @@ class Preble(Policy):
         if longest > request.num_tokens - longest:
             place, reason = self._exploit(candidates, hits, matched, loads, costs, now_s)
         else:
-            place, reason = self._explore(candidates, loads, costs, now_s)
+            place, reason = self._explore(candidates, costs, now_s)
         target = candidates[place].id
         scores = {view.id: cost for view, cost in zip(candidates, costs, strict=True)}
         return RoutingDecision(target, reason, hits.get(target, 0), scores)
@@ -162,20 +162,21 @@ class Preble(Policy):
         if not others or not is_due:
             return place, RoutingReason.PREFIX
         lightest = others[self.least([loads[at] for at in others])]
+        is_extreme = loads[place] >= max(loads) and loads[lightest] <= min(loads)
         pays = costs[lightest] < costs[place] or not self.options.counts_outstanding
         threshold = self.options.balance_threshold
-        if threshold and loads[place] > threshold * loads[lightest] and pays:
+        if threshold and is_extreme and loads[place] > threshold * loads[lightest] and pays:
             return lightest, RoutingReason.REBALANCED
-        if self.options.scales_hot_prefixes and self._has_doubled(
-            matched[candidates[place].id][1], now_s
-        ):
+        source = candidates[place].id
+        node = key_node(matched[source][1])
+        if self.options.scales_hot_prefixes and self._has_doubled(node, now_s):
+            self._split = node, source
             return lightest, RoutingReason.REBALANCED
         return place, RoutingReason.PREFIX
 
     def _explore(
         self,
         candidates: Sequence[ReplicaView],
-        loads: Sequence[float],
         costs: Sequence[float],
         now_s: float,
     ) -> tuple[int, RoutingReason]:
@@ -184,18 +185,22 @@ class Preble(Policy):
             known = [self._loads.get(view.id) for view in candidates]
             shares = [load.decode_fraction(now_s) if load else 0.0 for load in known]
             place = max(range(len(shares)), key=shares.__getitem__)
-            bound = max(1.0, self.options.balance_threshold) * min(loads)
-            if shares[place] > limit and (not self.options.guards_balance or loads[place] <= bound):
+            if shares[place] > limit:
                 return place, RoutingReason.IMBALANCE
         return self.least(costs), RoutingReason.EXPLORE
 
     def on_sent(self, flight: Flight) -> None:
         request, target = flight.request, flight.target
         load = self._loads.setdefault(target, WindowLoad(self.options.window_s, RECENT_S))
+        if self._split is not None and flight.decision.reason is RoutingReason.REBALANCED:
+            node, source = self._split
+            self.tree.split(node, source, flight.sent_s)
+            node.waits_ms, node.num_waits = (WindowSum(self.options.window_s) for _ in range(2))
+        self._split = None
         context = flight.decision.hit_tokens
         prefill_ms = self._prefill_ms(request.num_tokens - context, context)
         decode_ms = self.options.decode_share * self._step_ms * self._output_tokens(load)
-        load.add(flight.sent_s, prefill_ms, decode_ms)
+        load.add(flight.sent_s, prefill_ms + decode_ms, request.num_tokens, context)
         self._num_sent += 1
         self._work_ms[id(flight)] = prefill_ms + decode_ms
         self.tree.add(request.prompt, self._tokens_per_unit(request), target, flight.sent_s)
@@ -209,8 +214,7 @@ class Preble(Policy):
             self.rates.learn(missed, flight.backlog_tokens, max(0.0, taken_ms))
         matched = self.tree.match(request.prompt, self._tokens_per_unit(request))
         if flight.target in matched:
-            node = matched[flight.target][1]
-            node = node.parent if node.parent is not None and node.parent.hits else node
+            node = key_node(matched[flight.target][1])
             waited_ms = max(1.0, taken_ms - self._prefill_ms(missed, hit_tokens))
             node.waits_ms.add(waited_ms, flight.first_token_s)
             node.num_waits.add(1, flight.first_token_s)

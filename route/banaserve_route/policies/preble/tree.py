@@ -46,6 +46,16 @@ class Node:
         return max(self.tokens, MIN_TOKENS)
 
 
+def key_node(node: Node) -> Node:
+    """Return the last node on the path to ``node`` with more tokens than all before it.
+
+    Paper, A.7: most requests share such a portion of their prompts, and are placed by it.
+    """
+    while node.parent is not None and node.tokens <= node.start:
+        node = node.parent
+    return node
+
+
 class CacheTree:
     """The tree, and each replica's cached nodes from least to most recently used."""
 
@@ -118,6 +128,21 @@ class CacheTree:
             self._release(next(iter(self._lru[target])), target)
         self._lru.pop(target, None)
         self._used.pop(target, None)
+
+    def split(self, node: Node, target: ReplicaId, now_s: float) -> None:
+        """Forget the subtrees of ``node`` at ``target`` that have about half of its requests.
+
+        Later requests for them match at every replica that caches ``node`` alone.
+        """
+        below = [child for child in node.children.values() if target in child.hits]
+        requests = {child: child.hits[target].total(now_s) for child in below}
+        kept = left = 0.0
+        for child in sorted(below, key=requests.__getitem__, reverse=True):
+            if kept <= left:
+                kept += requests[child]
+            else:
+                left += requests[child]
+                self._release_below(child, target)
 
     def used_tokens(self, target: ReplicaId) -> float:
         """Return the modelled use of the target's cache, in tokens."""
