@@ -82,7 +82,8 @@ async def test_the_status_says_what_happens(house):
     assert (first["id"], first["state"], first["ejections"]) == (bad.id, "ejected", {"failures": 1})
     assert 0 < first["ejected_s"] <= 30
     assert (second["id"], second["state"], second["num_outstanding"]) == (well.id, "ready", 1)
-    assert second["first_token_s"] == status["figures"]["ttft_p50_s"] > 0
+    # Less the way to the replica, which may be all of it here.
+    assert second["first_token_s"] == status["figures"]["ttft_p50_s"] >= 0
     assert (second["hit_fraction"], second["num_answers"], second["cache"]) == (0.0, 1, "")
     assert b"some words" not in (await get(house, "/admin/status", KEY)).body
 
