@@ -112,7 +112,8 @@ def test_legs_that_share_a_prefix_answer_when_what_they_wait_for_dies(
 ) -> None:
     """One prefill instance computes the prefix, the other one's legs wait for it in the store."""
     (prefix,) = prompts.prompts("synthetic", 1, 500, 520, len(victim), str.split)
-    calls = [CompletionCall(str(i), prompt=f"{prefix.text} {i}", max_tokens=8) for i in range(12)]
+    # Long enough that none has ended before all have come.
+    calls = [CompletionCall(str(i), prompt=f"{prefix.text} {i}", max_tokens=64) for i in range(12)]
 
     async def load_and_kill() -> list[RequestRecord]:
         streams = asyncio.create_task(stream_all(server, calls))
