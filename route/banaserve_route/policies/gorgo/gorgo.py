@@ -3,8 +3,8 @@
 The paper (eq. 3) has w_rtt x RTT + uncached + w_queue x queued, a sum of milliseconds and tokens.
 Only ratios matter, and physically w_rtt is one over the prefill time of a token, about 10; the
 paper's tuning range ends at 2. In the repaired form, everything is in milliseconds, with measured
-rates, and the weights are fixed: a search without the faults of the authors' gained nothing over
-weights of 1 on any load, and made agents 2.5 times as slow.
+rates, and the weights are fixed: a search of our own gained nothing over weights of 1 on
+the loads of ``bench routers``, and made agents up to 2.5 times as slow.
 """
 
 from __future__ import annotations

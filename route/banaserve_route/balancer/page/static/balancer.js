@@ -52,7 +52,7 @@ function replicas(targets) {
       `${count(one.num_answers)}${perSecond(one) === null ? "" : ` (+${perSecond(one)})`}`,
       count(one.num_failures), seconds(one.first_token_s),
       `${percent(one.hit_fraction)}${one.cache ? `, ${one.cache}` : ""}`,
-      seconds(one.round_trip_ms / 1e3),
+      seconds(one.round_trip_ms / 1e3 || null), // 0: not measured yet
       Object.entries(one.ejections).map(([reason, number]) => `${number} for ${reason}`).join(", ") || "–",
     ])));
 }
