@@ -478,6 +478,29 @@ def test_a_role_and_a_pause(chrome, live):
             )
 
 
+PICTURES = """() => new Promise((done) => {
+    let changes = 0;
+    const count = () => { changes += 1; if (changes === 3) done(); };
+    const map = document.getElementById("map");
+    new MutationObserver(count).observe(map, { childList: true, subtree: true });
+})"""
+"""Waits until the page has been drawn three times."""
+
+
+@pytest.mark.parametrize("button", ['[data-action="role"]', '[data-request="chatcmpl-pressed"]'])
+def test_a_click_outlasts_a_picture(chrome, live, button):
+    requests = live.served.requests
+    with requests.following("chatcmpl-pressed", 12, HttpCall(requests._clock.now(), 1.7e9)):
+        pass
+    with signed_in(chrome, live) as page:
+        row(page, "p1").click()
+        page.hover(button)
+        page.mouse.down()
+        page.evaluate(PICTURES)
+        page.mouse.up()
+        page.wait_for_selector('#ask[open], #requests [aria-expanded="true"]')
+
+
 def test_the_keyboard_is_enough(chrome, live):
     with signed_in(chrome, live) as page:
         page.evaluate("document.getElementById('map').querySelector('[tabindex=\"0\"]').focus()")

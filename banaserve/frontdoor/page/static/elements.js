@@ -43,6 +43,9 @@ export function clock(atS) {
   return new Date(1e3 * atS).toLocaleTimeString("en-GB");
 }
 
+// Whether something within is being pressed: a click is lost if its button is replaced before the release.
+export const isPressed = (place) => place.matches(":active");
+
 // New children in the place of old ones; what was scrolled, or had the focus, stays so.
 export function renew(place, ...children) {
   const old = place.querySelector(".scroll");

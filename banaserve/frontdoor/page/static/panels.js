@@ -1,5 +1,5 @@
 // Panels beside the map: one instance, moves, the store, the orchestrator.
-import { bytes, by, chip, count, h, percent, renew, roleWords, s, seconds, table } from "./elements.js";
+import { bytes, by, chip, count, h, isPressed, percent, renew, roleWords, s, seconds, table } from "./elements.js";
 
 export function showMoves(moves) {
   if (!moves.length) {
@@ -62,6 +62,7 @@ const fact = (name, value) => h("div", null, h("dt", null, name), h("dd", null, 
 export function showInstance(panel, actions, close) {
   const place = by("instance");
   if (!panel) { place.hidden = true; return; }
+  if (isPressed(place)) return;
   const { status, away } = panel;
   const focused = place.contains(document.activeElement) ? document.activeElement.dataset.action : null;
   place.hidden = false;

@@ -1,5 +1,5 @@
 // The last requests; each opens as a waterfall of the parts of its time.
-import { by, chip, clock, count, h, renew, s, seconds, table } from "./elements.js";
+import { by, chip, clock, count, h, isPressed, renew, s, seconds, table } from "./elements.js";
 
 const LANE = 24, LEFT = 116, AXIS = 22;
 
@@ -12,6 +12,7 @@ export class Requests {
   }
 
   show(requests) {
+    if (isPressed(by("requests"))) return;
     if (!requests.length) {
       by("requests").replaceChildren(h("p", { class: "hint" }, "None so far."));
       return;
