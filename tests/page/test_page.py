@@ -487,17 +487,22 @@ PICTURES = """() => new Promise((done) => {
 """Waits until the page has been drawn three times."""
 
 
+def pressed_long(page: Any, place: str) -> None:
+    """Press here, let three pictures come, and release."""
+    page.hover(place)
+    page.mouse.down()
+    page.evaluate(PICTURES)
+    page.mouse.up()
+
+
 @pytest.mark.parametrize("button", ['[data-action="role"]', '[data-request="chatcmpl-pressed"]'])
 def test_a_click_outlasts_a_picture(chrome, live, button):
     requests = live.served.requests
     with requests.following("chatcmpl-pressed", 12, HttpCall(requests._clock.now(), 1.7e9)):
         pass
     with signed_in(chrome, live) as page:
-        row(page, "p1").click()
-        page.hover(button)
-        page.mouse.down()
-        page.evaluate(PICTURES)
-        page.mouse.up()
+        pressed_long(page, '#map [data-instance="p1"]')
+        pressed_long(page, button)
         page.wait_for_selector('#ask[open], #requests [aria-expanded="true"]')
 
 

@@ -13,7 +13,7 @@ export class PlacementMap {
     this.svg = s("svg", { role: "listbox", "aria-label": "Instances", "aria-describedby": "map-hint" });
     this.svg.addEventListener("keydown", (event) => this.key(event));
     this.axis = s("g", { "aria-hidden": "true" });
-    this.over = s("g", { "aria-hidden": "true" });
+    this.over = s("g", { class: "drawn", "aria-hidden": "true" });
     this.svg.append(hatch(), this.axis, this.over);
     by("map").append(this.svg);
     legend();
@@ -69,14 +69,18 @@ export class PlacementMap {
       const id = one.status.id;
       let row = this.rows.get(id);
       if (!row) {
-        row = s("g", { role: "option", id: `row-${id}`, "aria-selected": String(id === this.chosen), "data-instance": id });
+        // What is pressed stays in its place, or the click would be lost: only what takes no pointer is drawn anew.
+        row = s("g", { role: "option", id: `row-${id}`, "aria-selected": String(id === this.chosen), "data-instance": id },
+          s("rect", { class: "back", x: 1, y: 0.5, rx: 5 }), s("g", { class: "drawn" }));
         row.addEventListener("click", () => { this.focus(id); this.onChoose(id); });
         this.rows.set(id, row);
       }
       row.setAttribute("tabindex", id === this.focused ? "0" : "-1");
       row.setAttribute("class", `row ${roleClass(one.status.role)} ${one.status.state === "ready" ? "" : "off"}`);
       row.setAttribute("transform", `translate(0 ${AXIS + index * place.height})`);
-      row.replaceChildren(...drawRow(one, place, guests.get(id) || []));
+      row.firstChild.setAttribute("width", width - 2);
+      row.firstChild.setAttribute("height", place.height - 1);
+      row.lastChild.replaceChildren(...drawRow(one, place, guests.get(id) || []));
       if (this.svg.children[index + 2] !== row) this.svg.insertBefore(row, this.svg.children[index + 2] || null);
     });
     this.over.replaceChildren(...snapshot.moves.flatMap((move) => drawMove(move, place, names)));
@@ -139,7 +143,6 @@ function drawRow({ status, away }, place, guests) {
   const { height, band, bandY, lane, laneY, left, narrow } = place;
   const middle = bandY + band / 2;
   const parts = [
-    s("rect", { class: "back", x: 1, y: 0.5, width: place.width - 2, height: height - 1, rx: 5 }),
     roleShape(status.role, 13, middle, 5),
     s("text", { class: "id", x: 25, y: middle + 4 }, status.id),
   ];
