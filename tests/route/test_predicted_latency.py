@@ -65,6 +65,19 @@ def test_a_prompt_goes_back_to_its_prefix_until_waiting_there_costs_more() -> No
     assert decision.scores_ms[home] > min(decision.scores_ms.values())
 
 
+def test_a_light_load_fills_all_caches() -> None:
+    """Round trips differ by microseconds, and each chat begins with the same few tokens."""
+    trips = {"a": 0.25, "b": 0.27, "c": 0.3}
+    fleet = fleet_of("predicted_latency", {name: {"round_trip_ms": ms} for name, ms in trips.items()})
+    begin = "You are a bot."
+    targets = [serve(fleet, f"{begin}{n:04}" + "z" * 400, 0.05).target for n in range(300)]
+    assert all(80 <= targets.count(ReplicaId(name)) <= 120 for name in trips)
+    homes = {serve(fleet, f"{n:04}{LONG}", 0.05).target: f"{n:04}{LONG}" for n in range(20)}
+    for _ in range(20):
+        for home, prompt in homes.items():
+            assert fleet.choose(ask(prompt), 0.0).target == home, "a long prefix is worth it"
+
+
 def test_it_learns_what_a_token_takes() -> None:
     fleet, rng = fleet_of("predicted_latency", {"a": {}, "b": {}}), Random(2)
     for number in range(300):

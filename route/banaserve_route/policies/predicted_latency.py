@@ -7,7 +7,9 @@ All in milliseconds, learnt from answers. p is the time of a prompt token that h
 n requests adds to an answer of mean length: they slow this one, and it slows them as much. Its
 prefill holds up the n requests, and those that come later, as long as anything is left to compute.
 F counts the requests that will follow this one for its prefix. ``waiting`` is for a place in a full
-batch.
+batch. Costs that differ by less than a millisecond are equal, and one of them is taken at random:
+otherwise microseconds of round trip, or the few tokens with which every chat begins, would send all
+of a light load to one replica and leave the caches of the others empty.
 """
 
 from __future__ import annotations
@@ -34,6 +36,9 @@ from banaserve_route.policies.registry import register
 
 _FEW = 4
 """Number of replicas with the longest prefix, and of others at random, compared in large fleets."""
+
+_EQUAL_MS = 1.0
+"""Difference of two costs that is too small to choose by."""
 
 _FUTURE = 2.0
 _DELAYED = 4.0
@@ -172,7 +177,7 @@ class PredictedLatency(TreePolicy):
                 + pace_of(name, 1.0) * prefill * (missed * held_up + ahead)
                 + waiting_ms
             )
-        target = candidates[self.least(list(costs.values()))]
+        target = candidates[self.least(list(costs.values()), _EQUAL_MS)]
         is_far = isinstance(target, PeerView)
         missed = tokens - longest + fetch * (longest - hits.get(target.id, 0))
         return RoutingDecision(
