@@ -68,7 +68,8 @@ def test_a_prompt_goes_back_to_its_prefix_until_waiting_there_costs_more() -> No
 def test_a_light_load_fills_all_caches() -> None:
     """Round trips differ by microseconds, and each chat begins with the same few tokens."""
     trips = {"a": 0.25, "b": 0.27, "c": 0.3}
-    fleet = fleet_of("predicted_latency", {name: {"round_trip_ms": ms} for name, ms in trips.items()})
+    views = {name: {"round_trip_ms": milliseconds} for name, milliseconds in trips.items()}
+    fleet = fleet_of("predicted_latency", views)
     begin = "You are a bot."
     targets = [serve(fleet, f"{begin}{n:04}" + "z" * 400, 0.05).target for n in range(300)]
     assert all(80 <= targets.count(ReplicaId(name)) <= 120 for name in trips)
@@ -100,6 +101,26 @@ def test_it_learns_whether_replicas_share_what_they_hold(
         fleet.finished(flight, fetch_ms * 4 + 1, 11, 3999 if fetch_ms < 0.05 else 0)
         fleet.set_available(home, True)
     assert low <= policy_of(fleet).fetch_fraction <= high
+
+
+def test_sessions_leave_a_replica_that_does_not_keep_them() -> None:
+    fleet = fleet_of("predicted_latency", {"a": {}, "b": {}})
+    prompts = [chr(ord("A") + n) * 4000 for n in range(30)]
+    homes = {prompt: serve(fleet, prompt, 0.05).target for prompt in prompts}
+    for turn in range(10):
+        for prompt, home in homes.items():
+            fleet.set_available(ReplicaId("b" if home == "a" else "a"), False)
+            cached = 0 if home == "a" else len(prompt)
+            serve(fleet, prompt, 0.05, cached, at_s=10.0 * turn)
+            for name in ("a", "b"):
+                fleet.set_available(ReplicaId(name), True)
+    lost = next(prompt for prompt, home in homes.items() if home == "a")
+    decision = fleet.choose(ask(lost), 0.0)
+    assert decision.scores_ms["a"] > 0.5 * decision.scores_ms["b"], "little of it is there"
+    kept = next(prompt for prompt, home in homes.items() if home == "b")
+    assert fleet.choose(ask(kept), 0.0).target == "b"
+    fleet.remove(ReplicaId("a"))
+    assert ReplicaId("a") not in policy_of(fleet)._kept
 
 
 def test_a_slow_replica_gets_less_and_is_tried_again() -> None:

@@ -7,9 +7,13 @@ All in milliseconds, learnt from answers. p is the time of a prompt token that h
 n requests adds to an answer of mean length: they slow this one, and it slows them as much. Its
 prefill holds up the n requests, and those that come later, as long as anything is left to compute.
 F counts the requests that will follow this one for its prefix. ``waiting`` is for a place in a full
-batch. Costs that differ by less than a millisecond are equal, and one of them is taken at random:
-otherwise microseconds of round trip, or the few tokens with which every chat begins, would send all
-of a light load to one replica and leave the caches of the others empty.
+batch.
+
+Costs that differ by less than a millisecond are equal, and one of them is taken at random.
+Otherwise microseconds of round trip, or the few tokens with which every chat begins, would send
+all of a light load to one replica and leave the caches of the others empty. If a replica reports
+fewer cached tokens than were sent there, its cache is too small for its sessions: expected hits
+there count less than at replicas that keep more, and some sessions move.
 """
 
 from __future__ import annotations
@@ -52,6 +56,9 @@ _OUTLIER = 5.0
 
 _LEARNING = 0.02
 _FAST_LEARNING = 0.05
+_KEEPING = 0.02
+"""Weight of a new value in means of the expected prefix tokens that a replica still has."""
+
 _PACE_PER_TICK = 0.98
 """Rest of the difference to the fleet's pace after a tick: a slow replica is tried again."""
 
@@ -75,8 +82,12 @@ class PredictedLatencyOptions(TreeOptions):
 
 
 class _Hit(NamedTuple):
-    """What was known of a request's prefix: tokens at its target, most tokens at any replica."""
+    """What was known of a request's prefix: tokens at its target, most tokens at any replica.
 
+    ``sent`` counts the tokens that had been sent to the target, kept or not.
+    """
+
+    sent: int
     here: int
     longest: int
     is_full: bool
@@ -102,19 +113,30 @@ class PredictedLatency(TreePolicy):
         self._answer_ms = self._prefill_ms = 0.0
         self._places = _LEAST_PLACES
         self._paces: dict[ReplicaId, float] = {}
+        self._kept: dict[ReplicaId, float] = {}
+        self._most_kept = 1.0
+        self._sent_hits: dict[ReplicaId, int] = {}
         self._hits: dict[ReplicaId, int] = {}
         self._longest = 0
         self._full: set[ReplicaId] = set()
         self._sent: dict[int, _Hit] = {}
 
     def choose(self, request: Request, fleet: FleetView) -> RoutingDecision:
-        self._hits = self.hits(request)
+        self._sent_hits = self.hits(request)
+        self._hits = self._kept_of(self._sent_hits)
         self._longest = max(self._hits.values(), default=0)
         if len(fleet.replicas) > 2 * _FEW:
             decision = super().choose(request, self._few(fleet))
             if decision.target is not None:
                 return decision
         return super().choose(request, fleet)
+
+    def _kept_of(self, hits: dict[ReplicaId, int]) -> dict[ReplicaId, int]:
+        """Return ``hits``, fewer for replicas that keep less than the one that keeps most."""
+        if not self._kept:
+            return hits
+        kept_of, most = self._kept.get, self._most_kept
+        return {name: int(hit * min(1.0, kept_of(name, 1.0) / most)) for name, hit in hits.items()}
 
     def _few(self, fleet: FleetView) -> FleetView:
         """Return ``fleet`` with a part of its replicas."""
@@ -197,14 +219,17 @@ class PredictedLatency(TreePolicy):
         return count / replicas, ahead / replicas
 
     def on_sent(self, flight: Flight) -> None:
-        here, is_full = self._hits.get(flight.target, 0), flight.target in self._full
-        self._sent[id(flight)] = _Hit(here, self._longest, is_full)
+        target = flight.target
+        sent, here = self._sent_hits.get(target, 0), self._hits.get(target, 0)
+        self._sent[id(flight)] = _Hit(sent, here, self._longest, target in self._full)
         missed = flight.request.num_tokens - flight.decision.hit_tokens
         self._mean_missed = _mean(self._mean_missed, missed)
         super().on_sent(flight)
 
     def on_finished(self, flight: Flight) -> None:
         hit = self._sent.pop(id(flight))
+        if hit.sent and flight.cached_tokens is not None:
+            self._learn_kept(flight.target, flight.cached_tokens / hit.sent)
         if flight.decision.reason is not RoutingReason.FORWARDED:
             self._learn_output(flight)
             if not hit.is_full:
@@ -217,10 +242,16 @@ class PredictedLatency(TreePolicy):
     def on_replica_gone(self, target: ReplicaId) -> None:
         super().on_replica_gone(target)
         self._paces.pop(target, None)
+        self._kept.pop(target, None)
 
     def tick(self, now_s: float) -> None:
         for target, pace in self._paces.items():
             self._paces[target] = 1 + _PACE_PER_TICK * (pace - 1)
+
+    def _learn_kept(self, target: ReplicaId, share: float) -> None:
+        known = self._kept.get(target, 1.0)
+        self._kept[target] = known + _KEEPING * (min(1.0, share) - known)
+        self._most_kept = max(1e-3, *self._kept.values())
 
     def _learn_output(self, flight: Flight) -> None:
         assert flight.first_token_s is not None
