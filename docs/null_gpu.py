@@ -18,11 +18,10 @@ RECORD = ROOT / "docs" / "null-gpu.json"
 PAGE = ROOT / "docs" / "null-gpu.md"
 KINDS = ("hand-over", "layers", "heads", "context", "experts")
 _NAMES = {"context": "older blocks"}
-_AT_RANKS = {
-    "heads": "refused: a head is on one rank",
-    "context": "not shown: torch's kernels compute the lengths",
-}
+_AT_RANKS = {"heads": "refused: a head is on one rank"}
 """Cells of what does not work with several ranks."""
+_AT_RUNNER_1 = {"context": "not shown: torch's kernels compute the positions"}
+"""Cells of what the first model runner does not show."""
 _AT_GRAPHS = {"experts": "not shown: torch's kernels count the tokens"}
 """Cells of what does not work with CUDA graphs."""
 
@@ -76,14 +75,17 @@ def page(rows: Sequence[Shown]) -> str:
     ]
     for vllm, runner, ranks, graphs in setups:
         works = {kind: Shown(kind, graphs, runner, ranks, vllm) in rows for kind in KINDS}
-        cells = ["works" if works[kind] else _missing(kind, ranks, graphs) for kind in KINDS]
+        cells = [
+            "works" if works[kind] else _missing(kind, runner, ranks, graphs) for kind in KINDS
+        ]
         how = "yes" if graphs else "no"
         lines.append(f"| {vllm} | {runner} | {ranks} | {how} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _missing(kind: str, ranks: int, graphs: bool) -> str:
-    known = (_AT_RANKS if ranks > 1 else {}) | (_AT_GRAPHS if graphs else {})
+def _missing(kind: str, runner: int, ranks: int, graphs: bool) -> str:
+    known = _AT_RUNNER_1 if runner == 1 else {}
+    known = known | (_AT_RANKS if ranks > 1 else {}) | (_AT_GRAPHS if graphs else {})
     return known.get(kind, "not run")
 
 

@@ -25,7 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from banaserve.base.errors import ProtocolError, UserError
 from banaserve.base.platform.stall_watch import Pulse
 from banaserve.migration.guest.throttle import run_low_priority, start_threads
-from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker, spans
+from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker, Written, spans
 from banaserve.migration.kv.host_kv import HostKv, blocks_gained, make_slab
 from banaserve.migration.kv.slabs import GpuSlab, Slab, merged
 from banaserve.migration.rpc.tensors import TensorBundle, from_wire, restore, to_wire
@@ -107,6 +107,25 @@ def test_forgotten_blocks_are_not_copied() -> None:
     written.mark([3])
     written.step_ended()
     assert watch.take() == [3]
+
+
+def test_an_engine_does_not_wait_for_what_a_gpu_knows_of_its_step() -> None:
+    written, read = DirtyBlockTracker(6), []
+
+    def slots_of(*blocks: int) -> Written:
+        read.append(blocks)
+        return [*blocks], [*blocks[1:]]
+
+    written.mark_later(lambda: slots_of(1, 2))
+    assert not read, "the GPU computes"
+    written.step_ended()
+    assert (written.ids(), written.full()) == ([1, 2], [2])
+    written.mark_later(lambda: slots_of(3))
+    assert written.ids() == [1, 2, 3]
+    written.mark_later(lambda: slots_of(4))
+    written.forget()
+    written.step_ended()
+    assert (written.ids(), read) == ([], [(1, 2), (3,)])
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), max_size=12))

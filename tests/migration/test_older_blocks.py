@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -33,9 +34,12 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=num_examples(60), deadline=None)
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+@settings(max_examples=num_examples(40), deadline=None)
 @given(STEPS)
-def test_a_block_leaves_full_and_comes_home_when_it_is_written(steps: list[Write]) -> None:
+def test_a_block_leaves_full_and_comes_home_when_it_is_written(
+    is_on_gpu: bool, steps: list[Write]
+) -> None:
     """Against the plain meaning: tokens in each block, three of which fill it."""
     dirty_blocks, home = DirtyBlockTracker(6), []
     away = RemoteBlocks(6, lambda blocks: home.extend(blocks.tolist()))
@@ -61,7 +65,11 @@ def test_a_block_leaves_full_and_comes_home_when_it_is_written(steps: list[Write
         else:
             # Tokens are added to a block that is not full; a full one has another owner.
             fill |= {b: min(3, fill[b] + n) if fill[b] < 3 else n for b, n in changes}
-            dirty_blocks.mark(blocks, [block for block in blocks if fill[block] == 3])
+            written = blocks, [block for block in blocks if fill[block] == 3]
+            if is_on_gpu:
+                dirty_blocks.mark_later(functools.partial(tuple, written))
+            else:
+                dirty_blocks.mark(*written)
         assert sorted(home) == sorted(gone & set(blocks))
         gone -= set(blocks)
         assert set(away.ids()) == gone

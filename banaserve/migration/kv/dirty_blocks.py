@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 BlockIds = Sequence[int] | npt.NDArray[np.int64]
 _Marks = npt.NDArray[np.bool_]
+Written = tuple[BlockIds, BlockIds]
+"""Blocks that a step writes to, ids may be repeated; those of them whose last slot is written."""
 
 
 def spans(numbers: Iterable[int]) -> list[tuple[int, int]]:
@@ -92,7 +94,8 @@ class DirtyBlockTracker:
     and clear the mark, so marks of the step under way count only once the step has ended.
 
     Every step of an engine pays for the marks, even if nothing is moving, so a mark only keeps the
-    given array, and the array is read at the end of the step.
+    given array, and the array is read at the end of the step. The engine does not wait for what a
+    GPU knows of its step (``mark_later``), unless blocks that are away have to come home first.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -101,6 +104,7 @@ class DirtyBlockTracker:
         self._full: _Marks = np.zeros(num_blocks, np.bool_)
         self._in_step: list[BlockIds] = []
         self._filled_in_step: list[BlockIds] = []
+        self._unread: list[Callable[[], Written]] = []
         self._loaded: list[BlockIds] = []
         self._watches: list[Watch] = []
         self._away: list[RemoteBlocks] = []
@@ -112,6 +116,21 @@ class DirtyBlockTracker:
             filled: Blocks among them whose last slot is written.
         """
         with self._lock:
+            self._in_step.append(blocks)
+            self._filled_in_step.append(filled)
+            self._mark_local(blocks)
+
+    def mark_later(self, read: Callable[[], Written]) -> None:
+        """Mark what ``read`` returns; it may wait for the GPU, and is called when needed."""
+        with self._lock:
+            self._unread.append(read)
+            if self._away:
+                self._read_marks()
+
+    def _read_marks(self) -> None:
+        unread, self._unread = self._unread, []
+        for read in unread:
+            blocks, filled = read()
             self._in_step.append(blocks)
             self._filled_in_step.append(filled)
             self._mark_local(blocks)
@@ -129,6 +148,7 @@ class DirtyBlockTracker:
     def step_ended(self) -> None:
         """Count the marks made so far: all their writes are done."""
         with self._lock:
+            self._read_marks()
             for marked, is_full in (
                 (self._loaded, True),
                 (self._in_step, False),
@@ -149,6 +169,7 @@ class DirtyBlockTracker:
         """Forget all writes: no block holds anything worth copying any more."""
         with self._lock:
             self._all[:] = self._full[:] = False
+            self._unread.clear()
             for marked in (self._loaded, self._in_step, self._filled_in_step):
                 marked.clear()
             for watch in self._watches:
@@ -164,6 +185,7 @@ class DirtyBlockTracker:
     def ids(self) -> list[int]:
         """Return all blocks that have been written, ascending, including the step under way."""
         with self._lock:
+            self._read_marks()
             found = self._all.copy()
             for blocks in (*self._loaded, *self._in_step):
                 if len(blocks):

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from banaserve.engine.compat.runner import hooks as runner_hooks
 from banaserve.engine.compat.runner.attention import CommonAttentionMetadata
-from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker
+from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker, Written
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(CommonAttentionMetadata))
+Numbers = npt.NDArray[np.int64]
 _CAN_TRAVEL = (bool, int, float, str, torch.Tensor, np.ndarray)
 
 
@@ -36,6 +38,41 @@ def common_from(fields: Mapping[str, Any]) -> CommonAttentionMetadata:
     """Return the metadata as the host's builder got it, without fields that this vLLM lacks."""
     known = {name: value for name, value in fields.items() if name in _FIELDS}
     return CommonAttentionMetadata(**known)
+
+
+def _written(slots: torch.Tensor, block_size: int) -> Written:
+    numbers = slots.numpy()
+    # Padding is negative, and stays so.
+    blocks = numbers // block_size
+    is_last = numbers % block_size == block_size - 1
+    return blocks[blocks >= 0], blocks[is_last & (blocks >= 0)]
+
+
+def _copied(slots: torch.Tensor, block_size: int) -> Callable[[], Written]:
+    """Begin to copy a step's slots from the GPU; return what waits for them.
+
+    The engine prepares a step while the GPU computes the one before: a copy that it waits for here
+    would end that overlap in every step.
+    """
+    copy, is_copied = slots.to("cpu", non_blocking=True), torch.cuda.Event()
+    is_copied.record()
+
+    def read() -> Written:
+        is_copied.synchronize()
+        return _written(copy, block_size)
+
+    return read
+
+
+def lengths_of(common: CommonAttentionMetadata) -> tuple[Numbers, Numbers]:
+    """Return the batch's ``query_start_loc`` and ``seq_lens``, int64, without waiting for a GPU.
+
+    vLLM's bound of ``seq_lens`` is exact but for speculative decoding, with which nothing moves.
+    """
+    lengths = common.seq_lens_cpu_upper_bound
+    lengths = common.seq_lens.cpu() if lengths is None else lengths
+    starts = common.query_start_loc_cpu[: common.num_reqs + 1]
+    return starts.numpy().astype(np.int64), lengths[: common.num_reqs].numpy().astype(np.int64)
 
 
 class StepContext:
@@ -59,11 +96,11 @@ class StepContext:
         self.dirty_blocks.step_ended()
         self.common = common
         self._describe_anew()
-        slots = common.slot_mapping[: common.num_actual_tokens].cpu().numpy()
-        # Padding is negative, and stays so.
-        blocks = slots // self.block_size
-        is_last = slots % self.block_size == self.block_size - 1
-        self.dirty_blocks.mark(blocks[blocks >= 0], blocks[is_last & (blocks >= 0)])
+        slots = common.slot_mapping[: common.num_actual_tokens]
+        if slots.is_cuda:
+            self.dirty_blocks.mark_later(_copied(slots, self.block_size))
+        else:
+            self.dirty_blocks.mark(*_written(slots, self.block_size))
 
     def _describe_anew(self) -> None:
         self.step_id += 1

@@ -22,7 +22,7 @@ from banaserve.engine.compat.runner.attention import (
     split_batch,
 )
 from banaserve.migration.kv import store_copier
-from banaserve.migration.kv.step_context import StepContext
+from banaserve.migration.kv.step_context import StepContext, lengths_of
 from banaserve.migration.microbatch.planner import HERE, MicroBatchWork, StageTimes
 from banaserve.migration.modules.layer_proxy import (
     LayerChain,
@@ -188,9 +188,8 @@ def work_of(common: CommonAttentionMetadata) -> MicroBatchWork:
 
 def seen_of(common: CommonAttentionMetadata) -> NDArray[np.float64]:
     """Return the number of tokens that each token of a batch attends to, including itself."""
-    starts = common.query_start_loc_cpu.numpy()
+    starts, lengths = lengths_of(common)
     queries = np.diff(starts)
-    lengths = common.seq_lens.cpu().numpy()[: len(queries)]
     before = np.repeat(lengths - starts[1:], queries)
     return np.asarray(before + np.arange(1, len(before) + 1), dtype=np.float64)
 

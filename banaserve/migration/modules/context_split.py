@@ -21,7 +21,7 @@ from banaserve.kernels.interface import Batch, PartialAttention
 from banaserve.kernels.registry import pick
 from banaserve.migration.kv.dirty_blocks import RemoteBlocks
 from banaserve.migration.kv.remote_kv import UnitLocation
-from banaserve.migration.kv.step_context import StepContext
+from banaserve.migration.kv.step_context import StepContext, lengths_of
 from banaserve.migration.modules.paged_attention import Pages
 from banaserve.migration.modules.split_attention import (
     AttentionStep,
@@ -65,8 +65,7 @@ def split_context(
     the blocks of either side may be counted as if they were contiguous.
     """
     table: _Ints = common.block_table_tensor[: common.num_reqs].cpu().numpy().astype(np.int64)
-    seq_lens = common.seq_lens[: common.num_reqs].cpu().numpy().astype(np.int64)
-    starts = common.query_start_loc[: common.num_reqs + 1].cpu().numpy().astype(np.int64)
+    starts, seq_lens = lengths_of(common)
     asking = np.diff(starts)
     used = np.arange(table.shape[1]) < -(-seq_lens // block_size)[:, None]
     is_away: _Marks = away.among(np.where(used, table, 0)) & used
