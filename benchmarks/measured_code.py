@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import subprocess
+import tomllib
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -37,7 +38,6 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
             "route/banaserve_route/balancer",
             "bench/banaserve_bench/compare",
         ),
-        "copies": ("csrc/block_copy.cpp", "csrc/block_copy.h", "benchmarks/copies.py"),
         "elastic": _ELASTIC,
         "elastic-cpu": (*_SERVER, "banaserve/orchestrator/planner", "benchmarks/elastic_cpu"),
         "elastic-paced": (*_ELASTIC, *_SERVER, *_PACE),
@@ -148,6 +148,8 @@ class History:
             return False
         old = self._git("show", f"{commit}:{before}")
         now = path.read_text() if path.is_file() else ""
+        if path.suffix == ".toml":
+            return tomllib.loads(old) != tomllib.loads(now)
         return old != now if path.suffix != ".py" else _statements(old) != _statements(now)
 
     def _git(self, *arguments: str) -> str:

@@ -18,22 +18,21 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 
 from banaserve.base import models
-from banaserve.base.arguments import Parser, positive
+from banaserve.base.arguments import positive
 from banaserve.base.net.sockets import raise_descriptor_limit
 from banaserve.base.platform.run_dir import find_admin
 from banaserve.contracts.control_api import ScaleRequest
 from banaserve.contracts.restart_api import RestartRequest
 from banaserve.frontdoor.admin_client import AdminClient
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
-from banaserve_bench.loadgen.servers import Server, command_server, end_on_sigterm
-from banaserve_bench.results import result
+from banaserve_bench.loadgen.servers import Server, command_server
 from benchmarks.location import ROOT
+from benchmarks.measurement import Measurement, parser_of
 
 _MOCKS = ROOT / "tests" / "mock_engine"
 _FEW = 2
@@ -42,22 +41,18 @@ _NUM_PROMPTS = 64
 _PROMPT_TOKENS = 300
 _CHANGE_S = 1800.0
 _TIMED = re.compile(r"\[ *([0-9.]+) s\] (.*)")
-
-
-@dataclass
-class FrontDoorFigures:
-    """Samples by figure, one for each run."""
-
-    samples: dict[str, list[float]] = field(default_factory=dict)
-
-    def add(self, name: str, value: float) -> None:
-        self.samples.setdefault(name, []).append(value)
+_NOTES = (
+    "engine cores are mocks that compute nothing: no figure says anything of engines",
+    "client, front door, store and cores share the processors of one machine",
+    f"memory an instance: beside a server of {_FEW} instances",
+)
+MockSamples = dict[str, list[float]]
+"""Samples by figure, one for each run."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and write the result; return 1 if a stream was lost or wrong."""
-    parser = Parser(prog="python -m benchmarks mock-instances", description=__doc__)
-    parser.add_argument("--json", type=Path)
+    parser = parser_of("mock-instances", __doc__)
     parser.add_argument("--runs", type=positive, default=5)
     parser.add_argument("--instances", type=positive, default=200)
     parser.add_argument("--streams", type=positive, default=3000)
@@ -65,32 +60,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--tokens", type=positive, default=32)
     parser.add_argument("--step-ms", type=float, default=20.0)
     given = parser.parse_args(list(argv))
-    end_on_sigterm()
     raise_descriptor_limit()
-    started_at, figures = datetime.now(UTC), FrontDoorFigures()
+    measurement, samples = Measurement("mock-instances", given), defaultdict[str, list[float]](list)
     for number in range(given.runs):
-        _run(given, figures)
-        shown = {name: round(samples[-1], 3) for name, samples in figures.samples.items()}
+        _run(given, samples)
+        shown = {name: round(found[-1], 3) for name, found in samples.items()}
         print(f"run {number}: {shown}", flush=True)
-    lost = sum(sum(figures.samples[f"{name}_lost"]) for name in ("load", "restart", "scale_down"))
-    record = result.result(
-        "mock-instances",
-        seed=0,
-        options={
-            name: getattr(given, name)
-            for name in ("runs", "instances", "streams", "concurrency", "tokens", "step_ms")
-        },
-        started_at=started_at,
-        figures={
-            name: result.figure(samples, _unit(name)) for name, samples in figures.samples.items()
-        },
-        notes=[
-            "engine cores are mocks that compute nothing: no figure says anything of engines",
-            "client, front door, store and cores share the processors of one machine",
-            f"memory an instance: beside a server of {_FEW} instances",
-        ],
-    )
-    result.deliver(record, given.json)
+    lost = sum(sum(samples[f"{name}_lost"]) for name in ("load", "restart", "scale_down"))
+    figures = {name: (found, _unit(name)) for name, found in samples.items()}
+    measurement.deliver(measurement.result(figures, _NOTES))
     return int(lost > 0)
 
 
@@ -124,19 +102,19 @@ def _start_s(server: Server) -> float:
     return ready - next(at for words, at in times.items() if words.startswith("starting inst"))
 
 
-def _run(given: argparse.Namespace, figures: FrontDoorFigures) -> None:
+def _run(given: argparse.Namespace, samples: MockSamples) -> None:
     with _served(_FEW, given.step_ms) as (server, _, _):
         few_mb = server.front_memory_bytes() / 1e6
     with _served(given.instances, given.step_ms) as (server, admin, start_s):
         more = given.instances - _FEW
-        figures.add("ready_s", start_s)
-        figures.add("front_mb", server.front_memory_bytes() / 1e6)
-        figures.add("front_each_mb", (figures.samples["front_mb"][-1] - few_mb) / more)
-        figures.add("core_mb", _core_bytes(server) / 1e6)
+        samples["ready_s"].append(start_s)
+        samples["front_mb"].append(server.front_memory_bytes() / 1e6)
+        samples["front_each_mb"].append((samples["front_mb"][-1] - few_mb) / more)
+        samples["core_mb"].append(_core_bytes(server) / 1e6)
         began_s = server.front_cpu_s()
         time.sleep(_IDLE_S)
-        figures.add("idle_cpu_fraction", (server.front_cpu_s() - began_s) / _IDLE_S)
-        asyncio.run(_under_load(given, server, admin, figures))
+        samples["idle_cpu_fraction"].append((server.front_cpu_s() - began_s) / _IDLE_S)
+        asyncio.run(_under_load(given, server, admin, samples))
 
 
 def _core_bytes(server: Server) -> float:
@@ -146,7 +124,7 @@ def _core_bytes(server: Server) -> float:
 
 
 async def _under_load(
-    given: argparse.Namespace, server: Server, admin: AdminClient, figures: FrontDoorFigures
+    given: argparse.Namespace, server: Server, admin: AdminClient, samples: MockSamples
 ) -> None:
     load = ComparedStreams(server.url, given.tokens)
     async with load.connected():
@@ -154,23 +132,23 @@ async def _under_load(
         began_s, cpu_s = time.monotonic(), server.front_cpu_s()
         await load.until(given.concurrency, lambda: load.num_done >= given.streams)
         took_s = time.monotonic() - began_s
-        figures.add("streams_per_s", load.num_done / took_s)
-        figures.add("tokens_per_s", load.num_done * given.tokens / took_s)
-        figures.add("load_cpu_fraction", (server.front_cpu_s() - cpu_s) / took_s)
-        _count(figures, "load", load)
+        samples["streams_per_s"].append(load.num_done / took_s)
+        samples["tokens_per_s"].append(load.num_done * given.tokens / took_s)
+        samples["load_cpu_fraction"].append((server.front_cpu_s() - cpu_s) / took_s)
+        _count(samples, "load", load)
         restarting = asyncio.to_thread(_restart, admin)
-        figures.add("restart_s", await load.beside(given.concurrency, restarting))
-        _count(figures, "restart", load)
+        samples["restart_s"].append(await load.beside(given.concurrency, restarting))
+        _count(samples, "restart", load)
         prefill = max(1, given.instances // 8)
         ask = ScaleRequest(prefill, given.instances // 2 - prefill)
         scaling = asyncio.to_thread(_scale, admin, ask)
-        figures.add("scale_down_s", await load.beside(given.concurrency, scaling))
-        _count(figures, "scale_down", load)
+        samples["scale_down_s"].append(await load.beside(given.concurrency, scaling))
+        _count(samples, "scale_down", load)
 
 
-def _count(figures: FrontDoorFigures, what: str, load: ComparedStreams) -> None:
-    figures.add(f"{what}_streams", load.num_done)
-    figures.add(f"{what}_lost", len(load.lost))
+def _count(samples: MockSamples, what: str, load: ComparedStreams) -> None:
+    samples[f"{what}_streams"].append(load.num_done)
+    samples[f"{what}_lost"].append(len(load.lost))
     for line in load.lost[:3]:
         print(f"{what}: {line}", flush=True)
     load.num_done, load.lost = 0, []

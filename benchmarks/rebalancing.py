@@ -12,16 +12,12 @@ import argparse
 import asyncio
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from itertools import pairwise
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from banaserve.base.arguments import Parser, positive
+from banaserve.base.arguments import positive
 from banaserve.base.config.serve_config import MINIATURE
 from banaserve.base.errors import UserError
-from banaserve.base.platform.run_dir import find_admin
 from banaserve.contracts.trace_events import LegFailed
 from banaserve.frontdoor.admin_client import AdminClient
 from banaserve.orchestrator.control.costs.profile import load
@@ -29,11 +25,11 @@ from banaserve.sim.request import SimRequest
 from banaserve.sim.result import LatencyLimits
 from banaserve_bench.loadgen.client import OpenAiClient
 from banaserve_bench.loadgen.modelled_time import modelled_time
-from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
-from banaserve_bench.results import result
-from banaserve_bench.results.result import ModelledTime
+from banaserve_bench.loadgen.servers import Server
+from banaserve_bench.results.result import ModelledTime, Result
 from banaserve_bench.results.statistics import paired_ratios
 from banaserve_bench.serving.simulated_requests import CaseRequest, figures_of, send
+from benchmarks.measurement import Measurement, Samples, administered_server, parser_of
 from benchmarks.paced_requests import num_equal, sampled
 
 _DECODE, _OTHERS = ("d0", "d1", "d2"), ("d1", "d2")
@@ -41,6 +37,13 @@ _BALANCED_AFTER_S = 5.0
 """Modelled seconds from the release of the two instances until their loads are compared."""
 _TIMEOUT_S = 3600.0
 _WAYS = {"kept": "--no-rebalance", "rebalanced": "--rebalance"}
+_NOTES = (
+    "paced: real engines and store, the time of their steps is modelled",
+    "largest_over_mean: of the requests in flight on the three decode instances, five modelled "
+    "seconds after two of them serve again",
+    "equal_fraction: of a sample, answers that are those of one plain vLLM engine",
+    "least_gap_s: least time between two moves of one stream; null if none moved twice",
+)
 
 
 class BurstRun(NamedTuple):
@@ -64,9 +67,8 @@ class BurstRun(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and write the result; return the exit code."""
-    parser = Parser(prog="python -m benchmarks rebalancing", description=__doc__)
+    parser = parser_of("rebalancing", __doc__)
     add = parser.add_argument
-    add("--json", type=Path, help="write the result there")
     add("--runs", type=positive, default=3, help="of each server")
     add("--requests", type=positive, default=360)
     add("--prompt-tokens", type=positive, default=100)
@@ -75,8 +77,7 @@ def main(argv: Sequence[str]) -> int:
     add("--dilate", type=float, default=2.5, help="wall seconds of a modelled one")
     add("--sample", type=positive, default=8, help="answers a run that are compared")
     given = parser.parse_args(list(argv))
-    end_on_sigterm()
-    began = datetime.now(UTC)
+    measurement = Measurement("rebalancing", given)
     runs: dict[str, list[BurstRun]] = {name: [] for name in _WAYS}
     for number in range(given.runs):
         for name in sorted(_WAYS, reverse=bool(number % 2)):
@@ -85,10 +86,10 @@ def main(argv: Sequence[str]) -> int:
             print(
                 f"{number + 1} of {given.runs}, {name}: largest over mean "
                 f"{run.largest_over_mean:.2f}, tpot p99 {run.figures['tpot_p99_s']:.3f} s, "
-                f"{run.num_moved:.0f} moved, {_late(run.time):.1%} of the steps late",
+                f"{run.num_moved:.0f} moved, {run.time.overrun_fraction:.1%} of the steps late",
                 flush=True,
             )
-    result.deliver(_result(given, began, runs), given.json)
+    measurement.deliver(_result(measurement, runs))
     return 0
 
 
@@ -101,22 +102,19 @@ async def _run(given: argparse.Namespace, way: str, number: int) -> BurstRun:
     options = ["--pace", profile.name, "--dilate", f"{given.dilate:g}", "--pd", "1:3", way]
     options += ["--kv-store-size", "1GiB", "--max-concurrent-requests", "8192"]
     options += ["--orchestrator", "off", "--request-timeout", f"{_TIMEOUT_S:g}"]
-    with TemporaryDirectory(prefix="bench-") as folder:
-        run_dir = Path(folder) / "run"
-        with banaserve_server(MINIATURE, *options, "--run-dir", str(run_dir)) as server:
-            admin = AdminClient(*find_admin(run_dir))
-            name = f"paced-{profile.name}"
-            async with OpenAiClient(
-                server.url, name, return_token_ids=True, timeout_s=_TIMEOUT_S, read_late=True
-            ) as client:
-                for other in _OTHERS:
-                    admin.drain(other)
-                sending = asyncio.create_task(send(client, asked, given.dilate))
-                largest = await asyncio.to_thread(_release, server, admin, given)
-                records = await sending
-            moved = server.metric("banaserve_streams_rebalanced_total")
-            gap_s = _least_gap_s(admin, given.requests) / given.dilate
-            told = modelled_time(server.url)
+    with administered_server(MINIATURE, *options) as (server, admin, _):
+        name = f"paced-{profile.name}"
+        async with OpenAiClient(
+            server.url, name, return_token_ids=True, timeout_s=_TIMEOUT_S, read_late=True
+        ) as client:
+            for other in _OTHERS:
+                admin.drain(other)
+            sending = asyncio.create_task(send(client, asked, given.dilate))
+            largest = await asyncio.to_thread(_release, server, admin, given)
+            records = await sending
+        moved = server.metric("banaserve_streams_rebalanced_total")
+        gap_s = _least_gap_s(admin, given.requests) / given.dilate
+        told = modelled_time(server.url)
     assert told is not None, "a paced server says how it kept time"
     answers = [(asked[n].prompt, records[n].token_ids) for n in sampled(len(asked), given.sample)]
     if failed := [record.error for record in records if record.error]:
@@ -158,15 +156,9 @@ def _least_gap_s(admin: AdminClient, num_requests: int) -> float:
     return min(gaps)
 
 
-def _late(told: ModelledTime) -> float:
-    return told.overrun_fraction
-
-
-def _result(
-    given: argparse.Namespace, began: datetime, runs: dict[str, list[BurstRun]]
-) -> result.Result:
+def _result(measurement: Measurement, runs: dict[str, list[BurstRun]]) -> Result:
     kept, moved = runs["kept"], runs["rebalanced"]
-    samples: dict[str, tuple[list[float], str]] = {}
+    samples: Samples = {}
     for figure in ("tpot_p99_s", "tpot_p50_s", "ttft_p99_s", "total_s"):
         pairs = ([run.figures[figure] for run in found] for found in (moved, kept))
         samples[f"{figure.removesuffix('_s')}_ratio"] = paired_ratios(*pairs), "ratio"
@@ -176,22 +168,11 @@ def _result(
         samples[f"{name}.largest_over_mean"] = [run.largest_over_mean for run in found], "ratio"
         samples[f"{name}.num_moved"] = [run.num_moved for run in found], "streams"
         samples[f"{name}.equal_fraction"] = [run.equal_fraction for run in found], "fraction"
-        samples[f"{name}.late_fraction"] = [_late(run.time) for run in found], "fraction"
+        samples[f"{name}.late_fraction"] = [run.time.overrun_fraction for run in found], "fraction"
     twice = [run.least_gap_s for run in moved if run.least_gap_s != float("inf")]
-    raw: dict[str, Any] = {"least_gap_s": min(twice) if twice else None}
-    return result.result(
-        "rebalancing",
-        seed=0,
-        options={name: str(value) for name, value in vars(given).items() if name != "json"},
-        started_at=began,
-        figures={name: result.figure(*sample) for name, sample in samples.items()},
-        notes=[
-            "paced: real engines and store, the time of their steps is modelled",
-            "largest_over_mean: of the requests in flight on the three decode instances, five "
-            "modelled seconds after two of them serve again",
-            "equal_fraction: of a sample, answers that are those of one plain vLLM engine",
-            "least_gap_s: least time between two moves of one stream; null if none moved twice",
-        ],
-        raw=raw,
+    return measurement.result(
+        samples,
+        _NOTES,
+        raw={"least_gap_s": min(twice) if twice else None},
         modelled_time=[run.time for found in runs.values() for run in found],
     )

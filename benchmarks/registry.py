@@ -19,9 +19,6 @@ BENCHMARKS = {
         "benchmarks.cells.command",
         "What of the control plane grows how with instances, requests and cells?",
     ),
-    "copies": Benchmark(
-        "benchmarks.copies", "How near do copies of scattered blocks come to memcpy?"
-    ),
     "demo": Benchmark("benchmarks.demo", "What does it look like when the load swings?"),
     "elastic": Benchmark(
         "benchmarks.elastic.command",
@@ -49,9 +46,6 @@ BENCHMARKS = {
     ),
     "kvstore": Benchmark(
         "benchmarks.kvstore.command", "What does the KV cache store cost beside plain copies?"
-    ),
-    "measure-profile": Benchmark(
-        "benchmarks.measure_profile", "What does a step take on this machine, as a profile?"
     ),
     "migration": Benchmark(
         "benchmarks.migration", "What does moving layers and heads take, and bring?"

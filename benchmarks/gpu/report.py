@@ -2,9 +2,9 @@
 
 ``python -m benchmarks gpu-report``. Whether the libraries load, plain vLLM beside transformers,
 answers of ``--pd 1:1`` on one GPU beside those of plain vLLM while modules move, the tests that
-need a GPU, the kernels beside its bandwidth, copies, and how much of the store's transfers hides
-behind computing: each in a process of its own, with its share of the time. A further call runs what
-the last one has not run, then what failed.
+need a GPU, the kernels beside its bandwidth, and how much of the store's transfers hides behind
+computing: each in a process of its own, with its share of the time. A further call runs what the
+last one has not run, then what failed.
 """
 
 from __future__ import annotations

@@ -69,7 +69,6 @@ def stages_of(size: str, *, quick: bool) -> list[Stage]:
         _benchmark("served", (*served, *patient), 400, 12),
         _stage("tests", tests, 480, 5),
         _benchmark("kernels", (), 300, 4),
-        _benchmark("copies", runs, 120, 2),
         _benchmark("pipeline", sized, 240, 3),
         _stage("smoke-graphs", (*smoke, "--graphs"), 180, 3),
         _benchmark("prefix-ttft", sized, 300, 3),

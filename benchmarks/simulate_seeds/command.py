@@ -19,10 +19,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
 from banaserve_bench.results import result
 from banaserve_bench.results.result import Figure
+from benchmarks.measurement import parser_of
 from benchmarks.simulate_seeds.cases import PAPERS
 from benchmarks.simulate_seeds.figures import run, table
 from benchmarks.simulate_seeds.report import claims_table, totals, verdict_figures
@@ -30,12 +30,11 @@ from benchmarks.simulate_seeds.report import claims_table, totals, verdict_figur
 
 def main(argv: Sequence[str]) -> int:
     """Simulate the cases that the file lacks, show and write them; return the exit code."""
-    parser = Parser(prog="python -m benchmarks simulate-seeds", description=__doc__)
+    parser = parser_of("simulate-seeds", __doc__)
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--only", choices=PAPERS)
     parser.add_argument("--cases", type=int, help="run so many that the file lacks, then end")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args(list(argv))
     if given.seeds < 2:
         parser.error("one seed tells nothing of the spread: give 2 or more")
