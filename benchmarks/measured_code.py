@@ -91,7 +91,6 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
             "benchmarks/simulate_seeds/cases.py",
             "benchmarks/simulate_seeds/figures.py",
         ),
-        "timeline": (*_REQUESTS, "banaserve/serving/tracing", "benchmarks/timeline.py"),
     }
 )
 """Folders and files by benchmark, from the top of the repository."""

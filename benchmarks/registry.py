@@ -113,7 +113,4 @@ BENCHMARKS = {
         "benchmarks.simulate_seeds.command",
         "Which claims of SkyWalker, GORGO and Preble hold on real loads, by one rule?",
     ),
-    "timeline": Benchmark(
-        "benchmarks.timeline", "How much of a request's latency do its spans account for?"
-    ),
 }
