@@ -24,6 +24,7 @@ _SERVER = (*_REQUESTS, "banaserve/frontdoor", "banaserve/orchestrator")
 _MOVES = ("banaserve/migration", "banaserve/transport")
 _TRACED = ("benchmarks/drivers/traced.py", "benchmarks/drivers/traced_connector.py")
 _SILICON = (*_SIMULATOR, "bench/banaserve_bench/silicon", "benchmarks/silicon.py")
+_LOOPS = ("benchmarks/whole_runs.py", "benchmarks/closed_loop.py")
 _PACE = ("banaserve/pacing", "banaserve/orchestrator/control/costs")
 
 MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
@@ -64,7 +65,7 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
             *_SILICON,
             *_PACE,
             *_SERVER,
-            "benchmarks/whole_runs.py",
+            *_LOOPS,
             "bench/banaserve_bench/plan",
             "benchmarks/plan",
         ),
@@ -78,7 +79,7 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
             "benchmarks/routers",
         ),
         "silicon": _SILICON,
-        "silicon-runs": (*_SILICON, "benchmarks/whole_runs.py"),
+        "silicon-runs": (*_SILICON, *_LOOPS),
         "simulate-paper": (
             *_SIMULATOR,
             "banaserve/orchestrator/planner",
