@@ -55,7 +55,6 @@ class NodeSession:
 
     Attributes:
         incarnation: Random identifier of this session.
-        server: Name of the server.
     """
 
     def __init__(self, link: NodeLink, server: str, host: str, run: RunDir) -> None:
