@@ -26,6 +26,7 @@ from rich.progress import Progress
 from banaserve.base import models
 from banaserve.base.arguments import positive
 from banaserve.base.errors import UserError
+from banaserve.base.tasks import end_tasks
 from banaserve.contracts.migration_api import (
     Migration,
     MigrationRequest,
@@ -251,8 +252,7 @@ async def stream(
         if task.done():
             raise UserError(f"the stream has ended too early: {record.error or 'no more room'}")
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await end_tasks(task)
 
 
 async def run_round(client: OpenAiClient, admin: AdminClient, case: MigrationCase) -> Round:

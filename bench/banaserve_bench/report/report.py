@@ -26,7 +26,7 @@ from banaserve_bench.results.result import Result
 from banaserve_bench.serving.summary import Summary
 
 _SKIPPED = ("run.json",)
-_NOTHING = (None, "None", [])
+_NOTHING: tuple[object, ...] = (None, "None", [])
 
 
 def make_parser() -> Parser:
