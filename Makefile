@@ -240,7 +240,7 @@ $(VENV)/audit/.installed: $(VENV_STAMP)
 	@$(VENV)/audit/bin/pip install -q pip-audit
 	@touch $@
 
-AUDITED := cpu cuda dev cuda-dev build installer torch-pypi
+AUDITED := cpu cuda dev build installer torch-pypi
 audit: $(VENV)/audit/.installed  ## Look up known vulnerabilities of what the locks name.
 	@$(VENV)/audit/bin/pip-audit --strict --disable-pip --require-hashes \
 	    $(AUDITED:%=-r requirements/%.lock) $(ARGS)

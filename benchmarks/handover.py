@@ -13,13 +13,15 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import NamedTuple
 
 from rich.progress import Progress
+from tokenizers import Tokenizer
 
 from banaserve.base import models
 from banaserve.base.arguments import positive
-from banaserve_bench.datasets import prompts as datasets_prompts
+from banaserve_bench.datasets.items import Words
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve_bench.loadgen.loops import closed_loop
 from banaserve_bench.loadgen.servers import Server, banaserve_server, vllm_server
@@ -78,8 +80,6 @@ def main(argv: Sequence[str]) -> int:
     add("--min-tokens", type=int, default=200)
     add("--max-tokens", type=int, default=1200)
     add("--seed", type=int, default=0)
-    add("--kind", default="synthetic", help="alpaca, longbench or synthetic prompts")
-    add("--data", type=Path, help="where the prompts lie, except synthetic ones")
     add("--gather-decode", type=float, default=0.0, metavar="S", help="as serve's")
     given = parser.parse_args(list(argv))
     measurement = Measurement("handover", given)
@@ -121,20 +121,17 @@ async def _measure(
 
 def _prompts(options: argparse.Namespace, model_path: str) -> list[list[str]]:
     """Return prompts for the runs and, last, for the warm-up."""
-    from transformers import AutoTokenizer
+    words = Words(Tokenizer.from_file(str(Path(model_path) / "tokenizer.json")))
+    draws = Random(options.seed)
 
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
-    found = datasets_prompts.prompts(
-        options.kind,
-        options.requests * (options.runs + 1),
-        options.min_tokens,
-        options.max_tokens,
-        options.seed,
-        lambda text: tokenizer(text)["input_ids"],
-        options.data,
-    )
-    texts = [prompt.text for prompt in found]
-    return [texts[i :: options.runs + 1] for i in range(options.runs + 1)]
+    def text(key: str) -> str:
+        count = draws.randint(options.min_tokens, options.max_tokens)
+        return words.text(words.tokens(count, key))
+
+    return [
+        [text(f"{options.seed} {run} {n}") for n in range(options.requests)]
+        for run in range(options.runs + 1)
+    ]
 
 
 async def _run(

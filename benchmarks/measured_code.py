@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import subprocess
+import tomllib
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,7 @@ _SERVER = (*_REQUESTS, "banaserve/frontdoor", "banaserve/orchestrator")
 _MOVES = ("banaserve/migration", "banaserve/transport")
 _TRACED = ("benchmarks/drivers/traced.py", "benchmarks/drivers/traced_connector.py")
 _SILICON = (*_SIMULATOR, "bench/banaserve_bench/silicon", "benchmarks/silicon.py")
+_LOOPS = ("benchmarks/whole_runs.py", "benchmarks/closed_loop.py")
 _PACE = ("banaserve/pacing", "banaserve/orchestrator/control/costs")
 
 MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
@@ -37,7 +39,6 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
             "route/banaserve_route/balancer",
             "bench/banaserve_bench/compare",
         ),
-        "copies": ("csrc/block_copy.cpp", "csrc/block_copy.h", "benchmarks/copies.py"),
         "elastic": _ELASTIC,
         "elastic-cpu": (*_SERVER, "banaserve/orchestrator/planner", "benchmarks/elastic_cpu"),
         "elastic-paced": (*_ELASTIC, *_SERVER, *_PACE),
@@ -45,11 +46,6 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
         "handover": (*_REQUESTS, "benchmarks/handover.py"),
         "kvstore": (*_STORE, "benchmarks/kvstore"),
         "migration": (*_MOVES, "benchmarks/migration.py"),
-        "mock-instances": (
-            "banaserve/frontdoor",
-            "banaserve/serving",
-            "benchmarks/mock_instances.py",
-        ),
         "network": (
             "banaserve/kvstore/peers",
             "banaserve/kvstore/daemon/connections",
@@ -64,12 +60,11 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
             *_SILICON,
             *_PACE,
             *_SERVER,
-            "benchmarks/whole_runs.py",
+            *_LOOPS,
             "bench/banaserve_bench/plan",
             "benchmarks/plan",
         ),
         "prefix-ttft": (*_REQUESTS, "benchmarks/prefix_ttft.py"),
-        "rebalancing": (*_REQUESTS, *_PACE, "banaserve/orchestrator", "benchmarks/rebalancing.py"),
         "recovery": (*_REQUESTS, "banaserve/serving/instances", "benchmarks/recovery"),
         "router": ("route/banaserve_route/balancer", "banaserve/base/net", "benchmarks/router"),
         "routers": (
@@ -78,7 +73,7 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
             "benchmarks/routers",
         ),
         "silicon": _SILICON,
-        "silicon-runs": (*_SILICON, "benchmarks/whole_runs.py"),
+        "silicon-runs": (*_SILICON, *_LOOPS),
         "simulate-paper": (
             *_SIMULATOR,
             "banaserve/orchestrator/planner",
@@ -91,7 +86,6 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
             "benchmarks/simulate_seeds/cases.py",
             "benchmarks/simulate_seeds/figures.py",
         ),
-        "timeline": (*_REQUESTS, "banaserve/serving/tracing", "benchmarks/timeline.py"),
     }
 )
 """Folders and files by benchmark, from the top of the repository."""
@@ -148,6 +142,8 @@ class History:
             return False
         old = self._git("show", f"{commit}:{before}")
         now = path.read_text() if path.is_file() else ""
+        if path.suffix == ".toml":
+            return tomllib.loads(old) != tomllib.loads(now)
         return old != now if path.suffix != ".py" else _statements(old) != _statements(now)
 
     def _git(self, *arguments: str) -> str:

@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import random
 import secrets
 import tempfile
 import time
@@ -25,6 +26,7 @@ from rich.progress import Progress
 from banaserve.base import models
 from banaserve.base.arguments import positive
 from banaserve.base.errors import UserError
+from banaserve.base.tasks import end_tasks
 from banaserve.contracts.migration_api import (
     Migration,
     MigrationRequest,
@@ -38,7 +40,6 @@ from banaserve.transport.memory import Memory
 from banaserve.transport.regions.descriptor import Offsets
 from banaserve.transport.regions.remote_region import RemoteRegion
 from banaserve.transport.registry import create
-from banaserve_bench.datasets import prompts as datasets_prompts
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve_bench.loadgen.servers import Server
 from banaserve_bench.results.statistics import median
@@ -46,8 +47,8 @@ from benchmarks.measurement import (
     Measurement,
     Samples,
     administered_server,
-    model_of,
     parser_of,
+    random_tokens,
 )
 
 _FLOAT32 = ("--pd", "1:1", "--dtype", "float32")
@@ -169,17 +170,8 @@ def _cases(given: argparse.Namespace, number: int) -> list[MigrationCase]:
 
 
 def _prompts(count: int, num_tokens: int, seed: int) -> list[list[int]]:
-    """Return token ids of texts, each with exactly ``num_tokens``."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_of(models.PACKAGED).path_or_id)
-
-    def tokenize(text: str) -> list[int]:
-        return list(tokenizer(text, verbose=False)["input_ids"])
-
-    longest = int(num_tokens * 1.1) + 20
-    found = datasets_prompts.prompts("synthetic", count, num_tokens, longest, seed, tokenize)
-    return [tokenize(prompt.text)[:num_tokens] for prompt in found]
+    draws = random.Random(seed)
+    return [random_tokens(draws, num_tokens) for _ in range(count)]
 
 
 async def _context(
@@ -260,8 +252,7 @@ async def stream(
         if task.done():
             raise UserError(f"the stream has ended too early: {record.error or 'no more room'}")
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await end_tasks(task)
 
 
 async def run_round(client: OpenAiClient, admin: AdminClient, case: MigrationCase) -> Round:

@@ -151,7 +151,6 @@ class PrefillTimes:
         fetch_wait_s: Time that the forward pass waited for fetches.
         store_wait_s: Time that saves went on after the forward pass.
         compute_s: Time of the forward pass without waiting.
-        fetched_blocks: Number of blocks that were fetched.
     """
 
     step_s: float

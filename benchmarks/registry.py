@@ -19,9 +19,6 @@ BENCHMARKS = {
         "benchmarks.cells.command",
         "What of the control plane grows how with instances, requests and cells?",
     ),
-    "copies": Benchmark(
-        "benchmarks.copies", "How near do copies of scattered blocks come to memcpy?"
-    ),
     "demo": Benchmark("benchmarks.demo", "What does it look like when the load swings?"),
     "elastic": Benchmark(
         "benchmarks.elastic.command",
@@ -50,14 +47,8 @@ BENCHMARKS = {
     "kvstore": Benchmark(
         "benchmarks.kvstore.command", "What does the KV cache store cost beside plain copies?"
     ),
-    "measure-profile": Benchmark(
-        "benchmarks.measure_profile", "What does a step take on this machine, as a profile?"
-    ),
     "migration": Benchmark(
         "benchmarks.migration", "What does moving layers and heads take, and bring?"
-    ),
-    "mock-instances": Benchmark(
-        "benchmarks.mock_instances", "What do 200 instances cost one front door, and is one lost?"
     ),
     "network": Benchmark(
         "benchmarks.network.command",
@@ -85,10 +76,6 @@ BENCHMARKS = {
     "recovery": Benchmark(
         "benchmarks.recovery.command",
         "How long does a stream pause when its instance is killed, beside recomputing?",
-    ),
-    "rebalancing": Benchmark(
-        "benchmarks.rebalancing",
-        "What do streams gain that move from an overloaded instance to idle ones?",
     ),
     "results": Benchmark(
         "benchmarks.results_page", "What do all committed results say, as pages with plots?"
@@ -118,8 +105,5 @@ BENCHMARKS = {
     "simulate-seeds": Benchmark(
         "benchmarks.simulate_seeds.command",
         "Which claims of SkyWalker, GORGO and Preble hold on real loads, by one rule?",
-    ),
-    "timeline": Benchmark(
-        "benchmarks.timeline", "How much of a request's latency do its spans account for?"
     ),
 }

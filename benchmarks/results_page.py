@@ -20,7 +20,7 @@ from typing import NamedTuple
 from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
 from banaserve_bench.report import plots, tables
-from banaserve_bench.report.report import result_files, section_of
+from banaserve_bench.report.report import facts_of, result_files, section_of
 from banaserve_bench.results import result
 from banaserve_bench.results.result import Result
 from benchmarks.break_even import page as break_even
@@ -218,23 +218,14 @@ def _contents(records: Sequence[tuple[Path, Result]], stale_paths: Collection[Pa
 
 def _section(path: Path, record: Result, is_stale: bool) -> str:
     question, command = asked(record)
-    machine = record.machine
-    code = record.commit[:9] if record.commit else "unknown"
     facts = [
         f"- Question: {question}",
         f"- Command: `{command}`",
-        f"- File: [{path}](results/{path}), {record.started_at:%Y-%m-%d}, "
-        f"commit {code}{' with changes' if record.dirty else ''}, seed {record.seed}",
-        f"- Machine: {machine.num_cores} cores of {machine.cpu_model}, "
-        f"{machine.memory_bytes / 2**30:.1f} GiB, GPU: {machine.gpu or 'none'}; "
-        f"Python {record.versions.python}, vLLM {record.versions.vllm}",
-        f"- Options: {_options(record)}",
+        f"- File: [{path}](results/{path})",
+        f"- {'; '.join(filter(None, facts_of(record)))}",
     ]
     if is_stale:
         facts.append(f"- STALE: the code that {path} measures has changed since")
-    if record.modelled_time:
-        profiles = ", ".join(sorted({one.words for one in record.modelled_time}))
-        facts.append(f"- Time is MODELLED, not measured: {profiles}")
     parts = [f"## {_title(path)}", "\n".join(facts), _figures(path, record)]
     if record.notes:
         parts.append("\n".join(f"- {' '.join(note.split())}" for note in record.notes))
@@ -262,11 +253,6 @@ def _figures(path: Path, record: Result) -> str:
     rest = f"\n\n{left} more figures are in the file." if left else ""
     rest += f"\n\nOn a page of its own: [{own}](results/{own})." if own else ""
     return tables.as_markdown(tables.figure_table(shown)) + rest
-
-
-def _options(record: Result) -> str:
-    given = {name: one for name, one in record.options.items() if one not in (None, "None", [])}
-    return ", ".join(f"{name}={one}" for name, one in given.items()) or "none"
 
 
 def _title(path: Path) -> str:

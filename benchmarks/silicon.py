@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,14 +23,13 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from banaserve.base.arguments import Parser, positive
+from banaserve.base.arguments import positive
 from banaserve.base.errors import UserError
 from banaserve.base.text.records import read_records
 from banaserve.orchestrator.control.costs.profile import Profile, load
 from banaserve.orchestrator.control.costs.steps import StepCosts
 from banaserve.sim.request import SimRequest
 from banaserve.sim.system import preset
-from banaserve_bench.results import result
 from banaserve_bench.silicon.aiconfigurator import AiconfiguratorTimes
 from banaserve_bench.silicon.costs import EngineConstants
 from banaserve_bench.silicon.install import install
@@ -39,6 +37,7 @@ from banaserve_bench.silicon.linear import linear_fit
 from banaserve_bench.silicon.operator_files import read_operators
 from banaserve_bench.silicon.step_times import GpuStepTimes, graph_sizes
 from banaserve_bench.simulation.run import tallied
+from benchmarks.measurement import Measurement, Samples, parser_of
 
 Floats = NDArray[np.float64]
 Latencies = dict[str, Floats]
@@ -152,7 +151,7 @@ class RunReplay:
 
 def main(argv: Sequence[str]) -> int:
     """Replay the run with each kind of step times and write the errors; return the exit code."""
-    parser = Parser(prog="python -m benchmarks silicon", description=__doc__)
+    parser = parser_of("silicon", __doc__)
     add = parser.add_argument
     add("--run", type=Path, required=True, help="requests of a real run, in JSON lines")
     add("--operators", type=Path, required=True, help="folder and prefix of operators' files")
@@ -163,9 +162,8 @@ def main(argv: Sequence[str]) -> int:
     add("--profile", default="llama-3.1-8b-h100", help="for the KV cache's size only")
     add("--system", help="GPU in aiconfigurator-core, to compare its operators, too")
     add("--model", default="meta-llama/Meta-Llama-3.1-8B", help="model in aiconfigurator-core")
-    add("--json", type=Path, help="write the result there")
     given = parser.parse_args(list(argv))
-    started_at = datetime.now(UTC)
+    measurement = Measurement("silicon", given)
     profile = load(given.profile)
     limits = {"step_tokens": given.step_tokens, "max_requests": given.max_requests}
     replay = RunReplay(read_run(given.run), profile, limits)
@@ -182,18 +180,11 @@ def main(argv: Sequence[str]) -> int:
         ]
         table.add_row(name, f"{host_s * 1e3:.1f}", *cells)
     Console(width=120).print(table)
-    record = result.result(
-        "silicon",
-        seed=0,
-        options={name: str(value) for name, value in vars(given).items() if name != "json"},
-        started_at=started_at,
-        figures={
-            name: result.figure([value], "s" if name.endswith("_host_s") else "relative error")
-            for name, value in figures.items()
-        },
-        notes=[str(__doc__)],
-    )
-    result.deliver(record, given.json)
+    samples: Samples = {
+        name: ([value], "s" if name.endswith("_host_s") else "relative error")
+        for name, value in figures.items()
+    }
+    measurement.deliver(measurement.result(samples, [str(__doc__)]))
     return 0
 
 

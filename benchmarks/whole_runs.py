@@ -18,8 +18,7 @@ from __future__ import annotations
 import csv
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,27 +27,17 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
-from banaserve.base.types import InstanceId
-from banaserve.orchestrator.control.costs.profile import load
-from banaserve.sim.instances.batch import EngineLimits
-from banaserve.sim.instances.engine import SimEngine
-from banaserve.sim.request import SimRequest
-from banaserve.sim.timeline import Timeline
-from banaserve_bench.results import result
 from banaserve_bench.silicon.aiconfigurator import AiconfiguratorTimes
-from banaserve_bench.silicon.costs import EngineConstants, MeasuredCosts
+from banaserve_bench.silicon.costs import EngineConstants
 from banaserve_bench.silicon.linear import Floats, least_squares
 from banaserve_bench.silicon.step_times import GpuStepTimes
+from benchmarks.closed_loop import ClosedLoop, LoopEngines, RunConstants, Simulated
+from benchmarks.measurement import Measurement, Samples, parser_of
 from benchmarks.silicon import is_fitted
 
-_PROFILE = load("llama-3.1-8b-h100")
-"""Gives a simulated engine what step times do not need."""
 _STEP_TOKENS = 8192
 _MEMORY_FRACTION = 0.9
-_REQUESTS_PER_CLIENT = 10
-_LEAST_LENGTH = 0.8
 _WITHOUT_ASYNC = "0.12.0"
 """Version whose runs plan one step at a time."""
 LEAST_RUNS = 6
@@ -112,115 +101,22 @@ class WholeRun(NamedTuple):
         return self.ttft_s + (self.output_tokens - 1) * self.tpot_s
 
 
-@dataclass(frozen=True, slots=True)
-class Constants:
-    """Constants of a group: of its engine, and of a request's way there, in seconds."""
-
-    engine: EngineConstants
-    way_s: float = 0.0
-    way_token_s: float = 0.0
-
-
 _START = (1.3e-3, 4e-5)
 """CPU times that a fit begins with, in seconds: of a step, and of each request in it."""
 
 
-def _unfitted(run: WholeRun, host_s: float = 0.0, host_request_s: float = 0.0) -> Constants:
+def _unfitted(run: WholeRun, host_s: float = 0.0, host_request_s: float = 0.0) -> RunConstants:
     """Return constants of the engine of ``run`` with these CPU times only."""
     in_flight = 1 if run.version == _WITHOUT_ASYNC else 2
-    return Constants(EngineConstants(host_s, host_request_s, steps_in_flight=in_flight))
-
-
-class Simulated(NamedTuple):
-    """Means of a simulated run in seconds, and what an output token waits for in the mean.
-
-    Attributes:
-        parts: GPU time of steps that only decode, of other steps, steps, and requests in them.
-    """
-
-    ttft_s: float
-    tpot_s: float
-    parts: Floats
-
-
-class ClosedLoop:
-    """Clients of one simulated engine, each with one request at a time."""
-
-    def __init__(
-        self, run: WholeRun, times: GpuStepTimes, kv_tokens: int, constants: Constants
-    ) -> None:
-        random = np.random.default_rng(0)
-        num_requests = _REQUESTS_PER_CLIENT * run.clients
-        self._lengths = [
-            random.integers(int(_LEAST_LENGTH * most), most + 1, num_requests).tolist()
-            for most in (run.prompt_tokens, run.output_tokens)
-        ]
-        self._constants = constants
-        self._timeline = Timeline()
-        engine = constants.engine
-        limits = EngineLimits(_STEP_TOKENS, run.clients, plans_ahead=engine.steps_in_flight > 1)
-        self._engine = SimEngine(
-            InstanceId("e0"),
-            self._timeline,
-            MeasuredCosts(_PROFILE, times, engine),
-            limits,
-            kv_tokens,
-            lambda _engine, request: None,
-            self._begin,
-            self._end,
-            lambda _engine, request: None,
-        )
-        self._engine.observe = self._observe
-        self._parts = np.zeros(4)
-        self._begun: dict[int, Floats] = {}
-        self._sent = 0
-        self._ended: list[tuple[float, float, Floats]] = []
-
-    def run(self, clients: int) -> Simulated:
-        """Return the means over all requests of ``clients`` clients."""
-        for _ in range(clients):
-            self._send()
-        self._timeline.run()
-        ttft, tpot, parts = (np.mean(one, axis=0) for one in zip(*self._ended, strict=True))
-        return Simulated(float(ttft), float(tpot), parts)
-
-    def _send(self) -> None:
-        number = self._sent
-        prompts, outputs = self._lengths
-        if number == len(prompts):
-            return
-        self._sent += 1
-        request = SimRequest(number, self._timeline.now_s, prompts[number], outputs[number])
-        way_s = self._constants.way_s + self._constants.way_token_s * prompts[number]
-        self._timeline.after(way_s, self._engine.submit, request)
-
-    def _observe(self, start_s: float, took_s: float, steps: int, batch: int, tokens: int) -> None:
-        known = self._constants.engine
-        gpu_s = took_s - steps * (known.host_s + batch * known.host_request_s)
-        if tokens:
-            self._parts += (0.0, gpu_s / known.prompt_factor, steps, steps * batch)
-        else:
-            self._parts += (gpu_s / known.decode_factor, 0.0, steps, steps * batch)
-
-    def _begin(self, engine: SimEngine, request: SimRequest) -> bool:
-        self._begun.setdefault(request.id, self._parts.copy())
-        return True
-
-    def _end(self, engine: SimEngine, request: SimRequest) -> None:
-        gaps = max(1, request.output_tokens - 1)
-        ttft_s = request.first_s - request.arrival_s
-        tpot_s = (request.end_s - request.first_s) / gaps
-        self._ended.append((ttft_s, tpot_s, (self._parts - self._begun.pop(request.id)) / gaps))
-        self._send()
+    return RunConstants(EngineConstants(host_s, host_request_s, steps_in_flight=in_flight))
 
 
 def main(argv: Sequence[str]) -> int:
     """Fit and judge each group of runs and write the errors; return the exit code."""
-    parser = Parser(prog="python -m benchmarks silicon-runs", description=__doc__)
+    parser = parser_of("silicon-runs", __doc__)
     parser.add_argument("--model", default="", help="only models whose name has this word")
-    parser.add_argument("--json", type=Path, help="write the result there")
     given = parser.parse_args(list(argv))
-    started_at = datetime.now(UTC)
+    measurement = Measurement("silicon-runs", given)
     groups: dict[tuple[str, ...], list[WholeRun]] = defaultdict(list)
     for run in read_runs():
         if given.model in run.model:
@@ -238,7 +134,11 @@ def main(argv: Sequence[str]) -> int:
         of_way = f"{way.way_s * 1e3:.0f} ms, {way.way_token_s * 1e6:.0f} us"
         table.add_row(", ".join(group), *_cells(found.wrong, f"{factors}; {host}; {of_way}"))
         raw[", ".join(group)] = {
-            "constants": asdict(found.constants),
+            "constants": {
+                "engine": asdict(known),
+                "way_s": way.way_s,
+                "way_token_s": way.way_token_s,
+            },
             "ids": found.ids,
             "errors": found.wrong.tolist(),
         }
@@ -249,28 +149,19 @@ def main(argv: Sequence[str]) -> int:
     for name, wrong in wrong_of.items():
         table.add_row(name, *_cells(wrong))
     Console(width=160).print(table)
-    record = result.result(
-        "silicon-runs",
-        seed=0,
-        options={"model": given.model},
-        started_at=started_at,
-        figures={
-            f"{name}, {kind} {key}": result.figure(
-                np.abs(wrong[:, row, column]).tolist(), "relative error without sign"
-            )
-            for name, wrong in wrong_of.items()
-            for row, kind in enumerate(_KINDS)
-            for column, key in enumerate(_ERRORS)
-        },
-        notes=[str(__doc__)],
-        raw={"groups": raw},
-    )
-    result.deliver(record, given.json)
+    figures: Samples = {
+        f"{name}, {kind} {key}": (np.abs(wrong[:, row, column]).tolist(), _UNSIGNED)
+        for name, wrong in wrong_of.items()
+        for row, kind in enumerate(_KINDS)
+        for column, key in enumerate(_ERRORS)
+    }
+    measurement.deliver(measurement.result(figures, [str(__doc__)], raw={"groups": raw}))
     return 0
 
 
 _KINDS = ("summed", "fitted")
 _ERRORS = ("TPOT", "TTFT", "latency")
+_UNSIGNED = "relative error without sign"
 
 
 def _cells(wrong: Floats, constants: str = "") -> list[str]:
@@ -350,15 +241,17 @@ class KnownEngine(NamedTuple):
     times: GpuStepTimes
     kv_tokens: int
 
-    def simulated(self, run: WholeRun, constants: Constants) -> Simulated:
+    def simulated(self, run: WholeRun, constants: RunConstants) -> Simulated:
         """Return the means of ``run`` on this engine."""
-        return ClosedLoop(run, self.times, self.kv_tokens, constants).run(run.clients)
+        lengths = run.prompt_tokens, run.output_tokens
+        engines = LoopEngines(1, self.times, self.kv_tokens, _STEP_TOKENS)
+        return ClosedLoop(run.clients, lengths, engines, None, constants).run()
 
 
 class JudgedRuns(NamedTuple):
     """Constants of a group and the errors of its odd runs, signed: [runs, kinds, errors]."""
 
-    constants: Constants
+    constants: RunConstants
     ids: Sequence[str]
     loads: Sequence[str]
     wrong: Floats
@@ -414,7 +307,9 @@ def _distance(engine: KnownEngine, runs: Sequence[WholeRun]) -> float:
     return float(np.median(np.abs(errors(runs, found)[:, 0])))
 
 
-def fitted(runs: Sequence[WholeRun], engines: Mapping[tuple[Any, ...], KnownEngine]) -> Constants:
+def fitted(
+    runs: Sequence[WholeRun], engines: Mapping[tuple[Any, ...], KnownEngine]
+) -> RunConstants:
     """Return the constants with the least errors of TPOT and TTFT over ``runs``.
 
     Which requests share a step changes with the constants, so a fit to the parts of a simulated run
@@ -429,7 +324,7 @@ def fitted(runs: Sequence[WholeRun], engines: Mapping[tuple[Any, ...], KnownEngi
     return min(tried, key=lambda one: one[0])[1]
 
 
-def _fit(runs: Sequence[WholeRun], found: Sequence[Simulated], known: Constants) -> Constants:
+def _fit(runs: Sequence[WholeRun], found: Sequence[Simulated], known: RunConstants) -> RunConstants:
     """Return the constants with which the parts of simulated runs come nearest to the real ones."""
     decode, prompt, host_s, request_s = nearest(
         np.array([one.parts for one in found]), np.array([run.tpot_s for run in runs])
@@ -442,7 +337,8 @@ def _fit(runs: Sequence[WholeRun], found: Sequence[Simulated], known: Constants)
     left_s = np.array([run.ttft_s - one.ttft_s for run, one in zip(runs, found, strict=True)])
     columns = np.stack([np.ones(len(runs)), lengths], axis=1)
     real_s = np.array([run.ttft_s for run in runs])
-    return Constants(engine, *nearest(columns, left_s + ways_s, real_s))
+    way_s, way_token_s = nearest(columns, left_s + ways_s, real_s)
+    return RunConstants(engine, way_s=way_s, way_token_s=way_token_s)
 
 
 def nearest(columns: Floats, values: Floats, scale: Floats | None = None) -> list[float]:

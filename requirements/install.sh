@@ -155,7 +155,7 @@ install_cpu() {
 
 install_cuda() {
     say 'installing vLLM for CUDA and the development tools (several GB)'
-    install installing --require-hashes -r requirements/cuda.lock -r requirements/cuda-dev.lock \
+    install installing --require-hashes -r requirements/cuda.lock -r requirements/dev.lock \
         -r requirements/model.txt
     install 'installing banaserve' --no-build-isolation -e "$root" "${beside[@]}"
 }

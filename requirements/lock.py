@@ -31,7 +31,7 @@ def main() -> None:
     files = [*FOLDER.glob("*.lock"), FOLDER / "dev-full.txt", FOLDER / "model.txt"]
     present = {path.name: path.read_text() for path in sorted(files)}
     now = "".join(present.values())
-    gpu_now = "".join(present[f"{name}.lock"] for name in ("cuda", "cuda-dev", "cpu", "dev"))
+    gpu_now = "".join(present[f"{name}.lock"] for name in ("cuda", "cpu", "dev"))
     torch = (FOLDER / "cpu.txt").read_text().partition("\ntorch==")[2].split()[0]
     # Distributions beside the core need the core, which is no package of an index.
     own = _left_out(["banaserve"])
@@ -42,13 +42,14 @@ def main() -> None:
     builds = {name: block for name, block in served.items() if name.startswith(_TORCH_ALONE)}
     serving = _without(served, builds)
     gpu = _compile(_CUDA, gpu_now, own)
+    tested = _without(_compile(f"{_CPU} --extra dev", now, override, served), served)
+    gpu_tested = _compile(f"{_CUDA} --extra dev", gpu_now, own, {**tested, **gpu})
     locks = {
         "cpu.lock": serving,
-        "dev.lock": _without(_compile(f"{_CPU} --extra dev", now, override, served), served),
+        "dev.lock": {**tested, **_without(gpu_tested, gpu)},
         "torch-pypi.lock": builds,
         "torch-cpu.lock": _torch_cpu(present["torch-cpu.lock"], torch),
         "cuda.lock": gpu,
-        "cuda-dev.lock": _without(_compile(f"{_CUDA} --extra dev", gpu_now, own, gpu), gpu),
         "build.lock": _alone(_text(serving), ["nanobind", "pip", "setuptools"]),
         "installer.lock": _alone(now, ["uv"]),
     }

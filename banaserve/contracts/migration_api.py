@@ -163,7 +163,6 @@ class Overlapping(msgspec.Struct, frozen=True):
     Attributes:
         max_microbatches: Maximum micro-batches of a step; 1: the instance waits for its guests.
         blocker: Reason why steps are not cut; empty if they may be.
-        steps_cut: Number of steps cut so far.
         steps_waited: Number of steps run as a whole: small, not cuttable, or predicted to be
             slower in parts.
         parts: Number of micro-batches of all steps while layers were away.
@@ -262,7 +261,6 @@ class UnitPlace(msgspec.Struct, frozen=True):
     """Unit that is away.
 
     Attributes:
-        modules: Modules of the unit.
         at: Instance beside which the unit runs.
         epoch: Epoch of the host when the unit was activated there.
         num_bytes: Bytes of weights, and of KV for the pool's size at the start; for older blocks
@@ -307,7 +305,6 @@ class InstancePlacement(msgspec.Struct, frozen=True):
     """Placement of an instance's modules.
 
     Attributes:
-        state: State of the instance.
         migration_blocker: Reason why no module of the instance can move; empty if they can.
         units: Units that are away. Modules that are not listed are at home.
         num_blocks: Present number of KV blocks of the pool; ``blocks_gained`` of them are due to

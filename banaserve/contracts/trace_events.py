@@ -19,7 +19,6 @@ class LookedUp(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         cached_tokens: Number of prompt tokens in whole blocks that are stored or being stored.
-        took_s: Seconds that the lookup took.
     """
 
     cached_tokens: int
@@ -271,7 +270,6 @@ class CopiesEnded(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         fetched_blocks, saved_blocks: Numbers of blocks planned for this request.
-        fetch_s: Seconds of all fetches of the step.
         compute_s: Seconds of the step's forward pass; None where the worker cannot tell.
         lost_saves: Number of blocks of the step, of all requests, that could not be committed.
         save_s: Seconds of all saves of the step and their commit, whether or not anything waited
@@ -356,7 +354,6 @@ class RequestSummary(msgspec.Struct):
 
     Attributes:
         arrived_at_s: Time of arrival, in seconds since 1970.
-        output_tokens: Number of output tokens so far.
         instances: Instances of the request's legs, in order.
         ttft_s: Seconds from arrival to the first token, streamed or not; None before that.
         took_s: Seconds from arrival to the end, or until now.

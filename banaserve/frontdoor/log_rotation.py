@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from banaserve.base.platform.processes import in_daemon_thread
+from banaserve.base.tasks import end_tasks
 
 logger = logging.getLogger(__name__)
 _INTERVAL_S = 5.0
@@ -67,6 +68,4 @@ async def rotating(folder: Path, max_bytes: int) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        if keeping is not None:
-            keeping.cancel()
-            await asyncio.gather(keeping, return_exceptions=True)
+        await end_tasks(keeping)

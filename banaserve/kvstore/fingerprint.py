@@ -25,7 +25,6 @@ class Fingerprint(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         revision: Revision of the weights; empty if there is none.
         dtype: Data type of the model, such as ``bfloat16``.
         kv_cache_dtype: Data type of the KV cache, such as ``auto`` or ``fp8``.
-        block_size_tokens: Number of tokens in one block.
         num_layers: Number of layers that have a KV cache.
         num_kv_heads: Number of KV heads of the whole model, over all parts; 1 if all heads share
             a latent.

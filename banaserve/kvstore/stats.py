@@ -102,7 +102,6 @@ class TierStats(TierCounts, kw_only=True):
     """Counters and gauges of a tier.
 
     Attributes:
-        name: Name of the tier.
         problem: Reason in one line why the tier is out of service, or stores nothing.
         keeps: Description of blocks that ``clear`` leaves for later loads; empty for none.
     """

@@ -27,6 +27,7 @@ from banaserve.base.config.serve_config import ServeConfig
 from banaserve.base.errors import BanaServeError, InstanceDeadError, UserError
 from banaserve.base.platform.run_dir import AdminAccess, RunDir, remove_admin, write_admin
 from banaserve.base.plugins.discovery import vllm_version
+from banaserve.base.tasks import end_tasks
 from banaserve.base.types import InstanceId, Role
 from banaserve.contracts.control_api import ControllerState
 from banaserve.contracts.rpc.engine_api import WorkerApi
@@ -255,8 +256,7 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
     await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     if not task.done():
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await end_tasks(task)
         return False
     task.result()
     return True

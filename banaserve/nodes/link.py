@@ -9,6 +9,7 @@ import os
 from banaserve.base.errors import BanaServeError
 from banaserve.base.net.framing import MessageReader, receive_async
 from banaserve.base.platform.linux import since_received_s
+from banaserve.base.tasks import end_tasks
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.messages import FRAMING, MAX_MESSAGE_BYTES, Beat, NodeMessage, NodeRefused
 
@@ -121,9 +122,7 @@ class NodeLink:
 
     async def close(self) -> None:
         """End the connection; unsent bytes are lost."""
-        if self._beating is not None:
-            self._beating.cancel()
-            await asyncio.gather(self._beating, return_exceptions=True)
+        await end_tasks(self._beating)
         self._writer.transport.abort()
 
 

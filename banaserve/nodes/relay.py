@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from banaserve.base.errors import ProtocolError
+from banaserve.base.tasks import end_tasks
 from banaserve.nodes.link import CHUNK_BYTES, NodeLink, NodeLostError
 from banaserve.nodes.messages import MAX_CHANNELS, ChannelClosed, ChannelOpened, Data
 
@@ -101,9 +102,7 @@ class Relay:
             server.close()
         for channel in list(self._open):
             self._end(channel)
-        for pump in list(self._pumps):
-            pump.cancel()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
+        await end_tasks(*self._pumps)
 
     def _end(self, channel: int) -> None:
         writer = self._open.pop(channel, None)

@@ -21,6 +21,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from banaserve.base.clock import Clock
 from banaserve.base.errors import BanaServeError, MigrationError
+from banaserve.base.tasks import end_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -124,10 +125,7 @@ class Operations(Generic[State]):
 
     async def stop(self) -> None:
         """Cancel all running operations at once."""
-        tasks = [run.task for run in self._runs.values() if run.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*(run.task for run in self._runs.values()))
 
     # ---- for subclasses
 

@@ -225,9 +225,6 @@ def _older_hop_s(profile: Profile, num_layers: int, tokens: int) -> float:
     """Return the time that remote older blocks of ``num_layers`` layers add to a step, in seconds.
 
     In each layer, queries are sent, and outputs and their log-sum-exp return as float32.
-
-    Args:
-        tokens: Number of tokens of the step.
     """
     shape, link = profile.model, profile.link
     head_bytes = shape.head_dim * shape.element_bytes + 4 * (shape.head_dim + 1)

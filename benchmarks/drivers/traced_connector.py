@@ -40,13 +40,11 @@ class StepTrace:
     """Trace of one step that copied blocks; times are seconds on the process's monotonic clock.
 
     Attributes:
-        step: Number of the step.
         began_s: Begin of the step.
         forward_s: Time at which the forward pass could begin, its first fetches having ended.
         computed_s: End of the forward pass; the wait for saves follows.
         ended_s: Time at which all copies had ended and were committed.
         layers: Times ``[num_layers][TracePoint]``; nan for points that were not reached.
-        fetched_blocks: Number of blocks that the step fetched.
     """
 
     step: int

@@ -17,22 +17,18 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 
-from rich.console import Console
 from tokenizers import Tokenizer
 
 from banaserve.base import models
-from banaserve.base.arguments import Parser, positive
+from banaserve.base.arguments import positive
 from banaserve.base.errors import UserError
 from banaserve_bench.datasets.items import Words
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
-from banaserve_bench.loadgen.servers import end_on_sigterm
-from banaserve_bench.results import result
 from banaserve_bench.results.statistics import median
-from benchmarks.elastic_cpu.figures import OURS, PEERS, LoadSample, Work, figures, table
+from benchmarks.elastic_cpu.figures import OURS, PEERS, LoadSample, Work, figures
 from benchmarks.elastic_cpu.loads import (
     CONCURRENCY,
     LOADS,
@@ -43,24 +39,22 @@ from benchmarks.elastic_cpu.loads import (
     opened,
 )
 from benchmarks.elastic_cpu.systems import Setup, SystemUnderTest, alone, systems
+from benchmarks.measurement import Measurement, model_of, parser_of
 
 _KV_BYTES = 1 << 30
 _WARM_TRIES, _WARM_AGAIN_S = 40, 0.5
-Samples = dict[tuple[str, str], list[LoadSample]]
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the rounds, writing the result after each; return the exit code."""
     given = _parse(argv)
-    end_on_sigterm()
-    asyncio.run(_measure(given, datetime.now(UTC)))
+    asyncio.run(_measure(given, Measurement("elastic-cpu", given)))
     return 0
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(prog="python -m benchmarks elastic-cpu", description=__doc__)
+    parser = parser_of("elastic-cpu", __doc__)
     add = parser.add_argument
-    add("--json", type=Path, help="write the result there")
     add("--quick", action="store_true", help="one round of few requests, with --eager")
     add("--rounds", type=positive, default=3)
     add("--load", action="append", choices=tuple(LOADS), help="only these; repeat")
@@ -74,6 +68,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if given.quick:
         given.rounds, given.eager = 1, True
     given.load = given.load or list(LOADS)
+    given.router = "vllm-router" if given.routers else "banaserve route"
     return given
 
 
@@ -86,8 +81,8 @@ def _setup(given: argparse.Namespace, model: models.ResolvedModel) -> Setup:
     return Setup(model, tuple(same), tuple(given.serve_option), given.routers)
 
 
-async def _measure(given: argparse.Namespace, started_at: datetime) -> None:
-    model = models.resolve(models.PACKAGED, None, lambda line: print(line, flush=True))
+async def _measure(given: argparse.Namespace, measurement: Measurement) -> None:
+    model = model_of(models.PACKAGED)
     words = Words(Tokenizer.from_file(str(Path(model.path_or_id) / "tokenizer.json")))
     began_s = time.monotonic()
 
@@ -95,7 +90,7 @@ async def _measure(given: argparse.Namespace, started_at: datetime) -> None:
         print(f"{time.monotonic() - began_s:6.1f} s  {line}", flush=True)
 
     say("starting one banaserve, two vLLM servers and two balancers")
-    samples: Samples = defaultdict(list)
+    samples: dict[tuple[str, str], list[LoadSample]] = defaultdict(list)
     loads = {name: LOADS[name].shortened() if given.quick else LOADS[name] for name in given.load}
     with systems(_setup(given, model)) as running:
         rates = {}
@@ -121,41 +116,11 @@ async def _measure(given: argparse.Namespace, started_at: datetime) -> None:
                         f"CPU {sample.cpu_s:.3f} s a request, {sample.work.steps:.2f} steps, "
                         f"{sample.work.cached_tokens:.0f} cached tokens"
                     )
-            ordered, decisions = _in_order(samples, running), running[OURS].decisions()
-            record = _result(given, started_at, number + 1, ordered, decisions)
-            if given.json is not None:
-                result.write(record, given.json)
-    Console(width=120).print(table(ordered))
-    result.deliver(record, given.json)
-
-
-def _result(
-    given: argparse.Namespace,
-    started_at: datetime,
-    rounds: int,
-    samples: Samples,
-    decisions: Mapping[str, float],
-) -> result.Result:
-    asked = {
-        key: value
-        for key, value in vars(given).items()
-        if key not in ("json", "seed", "routers", "rounds")
-    }
-    router = "vllm-router" if given.routers else "banaserve route"
-    return result.result(
-        "elastic-cpu",
-        seed=given.seed,
-        options={**asked, "rounds": rounds, "router": router},
-        started_at=started_at,
-        figures=figures(samples),
-        notes=_notes(router),
-        raw={"decisions": decisions},
-    )
-
-
-def _in_order(samples: Samples, running: Mapping[str, SystemUnderTest]) -> Samples:
-    loads = dict.fromkeys(load for load, _ in samples)
-    return {(load, name): samples[load, name] for load in loads for name in running}
+            record = measurement.result(
+                figures(samples), _notes(given.router), raw={"decisions": running[OURS].decisions()}
+            )
+            measurement.keep(record)
+    measurement.deliver(record)
 
 
 async def _warm(

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from rich.table import Table
-
-from banaserve_bench.results.result import Figure, figure
 from banaserve_bench.results.statistics import median, paired_ratios
+from benchmarks.measurement import Samples
 
 OURS = "banaserve"
 PEERS = ("round-robin", "prefix-affinity")
 SYSTEMS = (OURS, *PEERS)
-_A_REQUEST = ("CPU s a request", "steps a request", "cached tokens a request")
 
 
 class Work(NamedTuple):
@@ -49,96 +47,57 @@ class LoadSample(NamedTuple):
     work: Work
 
 
-Samples = Mapping[tuple[str, str], Sequence[LoadSample]]
+LoadSamples = Mapping[tuple[str, str], Sequence[LoadSample]]
 """Samples by load and system, one for each round."""
 
+_RATIOS = (
+    ("requests", "requests_per_s", "cpu_ratio_min"),
+    ("ttft", "ttft_s", "cpu_ratio_min"),
+    ("cpu_seconds", "cpu_s", "cpu_seconds_ratio_min"),
+)
+"""Ratios with the figure that has their least median; only of requests more is better."""
 
-def figures(samples: Samples) -> dict[str, Figure]:
+_OF_SYSTEM: Mapping[str, tuple[str, Callable[[LoadSample], float]]] = {
+    "requests_per_s": ("requests/s", lambda one: one.requests_per_s),
+    "ttft": ("s", lambda one: one.ttft_s),
+    "latency": ("s", lambda one: one.latency_s),
+    "cpu_per_request": ("s", lambda one: one.cpu_s),
+    "steps_per_request": ("steps", lambda one: one.work.steps),
+    "cached_per_request": ("tokens", lambda one: one.work.cached_tokens),
+}
+
+
+def figures(samples: LoadSamples) -> Samples:
     """Return all figures; ratios are of one round, and above 1 ours is better."""
-    found: dict[str, Figure] = {}
-    least, least_cpu = [], []
-    for load in loads_of(samples):
-        for kind, ratios in (("requests", throughput_ratios), ("ttft", ttft_ratios)):
-            by_peer = {peer: ratios(samples, load, peer) for peer in PEERS}
-            for peer, values in by_peer.items():
-                found[f"{load}.{kind}_ratio.{peer}"] = figure(values, "ratio")
-            least.append(min(median(values) for values in by_peer.values()))
-    for load in loads_of(samples):
-        for peer in PEERS:
-            values = cpu_seconds_ratios(samples, load, peer)
-            found[f"{load}.cpu_seconds_ratio.{peer}"] = figure(values, "ratio")
-            least_cpu.append(median(values))
+    found: Samples = {}
+    medians: dict[str, list[float]] = defaultdict(list)
+    loads = list(dict.fromkeys(load for load, _ in samples))
+    for load in loads:
+        for kind, attribute, least in _RATIOS:
+            for peer in PEERS:
+                ours, theirs = (
+                    [getattr(one, attribute) for one in samples[load, system]]
+                    for system in (OURS, peer)
+                )
+                pair = (ours, theirs) if kind == "requests" else (theirs, ours)
+                ratios = paired_ratios(*pair)
+                found[f"{load}.{kind}_ratio.{peer}"] = ratios, "ratio"
+                medians[least].append(median(ratios))
         for system in SYSTEMS:
-            own = samples[load, system]
-            found[f"{load}.{system}.requests_per_s"] = figure(
-                [one.requests_per_s for one in own], "requests/s"
-            )
-            found[f"{load}.{system}.ttft"] = figure([one.ttft_s for one in own], "s")
-            found[f"{load}.{system}.latency"] = figure([one.latency_s for one in own], "s")
-            found[f"{load}.{system}.cpu_per_request"] = figure([one.cpu_s for one in own], "s")
-            steps = [one.work.steps for one in own]
-            found[f"{load}.{system}.steps_per_request"] = figure(steps, "steps")
-            cached = [one.work.cached_tokens for one in own]
-            found[f"{load}.{system}.cached_per_request"] = figure(cached, "tokens")
-    found["equal_answers_fraction"] = figure([equal_fraction(samples)], "fraction")
-    first = {"cpu_ratio_min": min(least), "cpu_seconds_ratio_min": min(least_cpu)}
-    return {name: figure([value], "ratio") for name, value in first.items()} | found
+            for name, (unit, value) in _OF_SYSTEM.items():
+                found[f"{load}.{system}.{name}"] = [*map(value, samples[load, system])], unit
+    found["equal_answers_fraction"] = [_equal_fraction(samples, loads)], "fraction"
+    return {name: ([min(each)], "ratio") for name, each in medians.items()} | found
 
 
-def loads_of(samples: Iterable[tuple[str, str]]) -> list[str]:
-    """Return the names of the loads, in their order."""
-    return list(dict.fromkeys(load for load, _ in samples))
-
-
-def throughput_ratios(samples: Samples, load: str, peer: str) -> list[float]:
-    """Return our requests/s over the peer's, round by round."""
-    return paired_ratios(
-        [one.requests_per_s for one in samples[load, OURS]],
-        [one.requests_per_s for one in samples[load, peer]],
-    )
-
-
-def ttft_ratios(samples: Samples, load: str, peer: str) -> list[float]:
-    """Return the peer's median time to first token over ours, round by round."""
-    return paired_ratios(
-        [one.ttft_s for one in samples[load, peer]], [one.ttft_s for one in samples[load, OURS]]
-    )
-
-
-def cpu_seconds_ratios(samples: Samples, load: str, peer: str) -> list[float]:
-    """Return the peer's CPU seconds per request over ours, round by round."""
-    return paired_ratios(
-        [one.cpu_s for one in samples[load, peer]], [one.cpu_s for one in samples[load, OURS]]
-    )
-
-
-def equal_fraction(samples: Samples) -> float:
+def _equal_fraction(samples: LoadSamples, loads: Sequence[str]) -> float:
     """Return the share of the others' answers that equal round robin's, token by token."""
     pairs = [
         (answer, theirs)
-        for load in loads_of(samples)
+        for load in loads
         for system in SYSTEMS
         if system != "round-robin"
         for one, other in zip(samples[load, system], samples[load, "round-robin"], strict=True)
         for answer, theirs in zip(one.tokens, other.tokens, strict=True)
     ]
     return sum(answer == theirs for answer, theirs in pairs) / len(pairs)
-
-
-def table(samples: Samples) -> Table:
-    """Return a table with a row for each load and system: medians over the rounds."""
-    shown = Table(title="medians over the rounds")
-    for heading in ("load", "system", "requests/s", "TTFT, s", "latency, s", *_A_REQUEST):
-        shown.add_column(heading, justify="left" if heading in ("load", "system") else "right")
-    for (load, system), own in samples.items():
-        shown.add_row(
-            load,
-            system,
-            f"{median([one.requests_per_s for one in own]):.2f}",
-            f"{median([one.ttft_s for one in own]):.3f}",
-            f"{median([one.latency_s for one in own]):.3f}",
-            f"{median([one.cpu_s for one in own]):.3f}",
-            f"{median([one.work.steps for one in own]):.2f}",
-            f"{median([one.work.cached_tokens for one in own]):.0f}",
-        )
-    return shown

@@ -25,7 +25,6 @@ class _Code(NamedTuple):
 
     Attributes:
         start: Offset of the code in the library, in bytes.
-        size: Size of the code in bytes.
     """
 
     kind: int

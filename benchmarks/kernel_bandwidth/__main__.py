@@ -23,7 +23,6 @@ from banaserve.base.errors import UserError
 from banaserve.kernels.registry import CHOICES, pick
 from banaserve_bench.results import result
 from benchmarks.kernel_bandwidth.native import measure_native, native_or_reason
-from benchmarks.kernel_bandwidth.pipeline import measure_pipeline
 from benchmarks.kernel_bandwidth.timing import copy_work, timed
 from benchmarks.kernel_bandwidth.work import (
     KV_HEADS,
@@ -38,7 +37,6 @@ from benchmarks.script import run_script
 Samples = dict[str, list[float]]
 _UNITS = {
     "_copy_fraction": "fraction",
-    "_hidden_fraction": "fraction",
     "_speedup": "times as fast",
     "_ms": "ms",
     "_gb_per_s": "GB/s",
@@ -67,7 +65,6 @@ def main(argv: Sequence[str]) -> int:
             notes.append(reason)
         else:
             measure_native(native, device, given.runs, samples)
-            measure_pipeline(device, given.runs, samples)
     raw = {"sweep": list(_sweep(sizes, device, given))} if given.sweep else {}
     record = result.result(
         "kernels",

@@ -23,7 +23,7 @@ def native_or_reason() -> tuple[ModuleType | None, str]:
     try:
         from banaserve import _native_cuda
     except ImportError:
-        return None, "GPU copies, slabs and pipeline: not measured, built without BANASERVE_CUDA=1"
+        return None, "GPU copies and slabs: not measured, built without BANASERVE_CUDA=1"
     return _native_cuda, ""
 
 

@@ -17,11 +17,11 @@ import numpy as np
 from banaserve_bench.plan.search.trial import StepError
 from banaserve_bench.silicon.costs import EngineConstants
 from banaserve_bench.silicon.description import ErrorSection
-from benchmarks.plan.engines import engine_of
-from benchmarks.plan.loops import RunConstants, ServedLoop
-from benchmarks.plan.runs import ServedRun
+from benchmarks.closed_loop import ClosedLoop, LoopEngines, RunConstants, Simulated
+from benchmarks.plan.engines import STEP_TOKENS, engine_of
+from benchmarks.plan.runs import EngineGroup, ServedRun
 from benchmarks.silicon import Floats
-from benchmarks.whole_runs import Simulated, nearest
+from benchmarks.whole_runs import KnownEngine, nearest
 
 LEAST_RUNS = 3
 """Fitted runs of a family, at least."""
@@ -73,7 +73,27 @@ def simulated(run: ServedRun, constants: RunConstants, slowdown: float = 1.0) ->
     engine = engine_of(run, run.engines.shape)
     prefill = engine_of(run, run.prefill.shape) if run.prefill else None
     assert engine is not None
-    return ServedLoop(run, engine, prefill, constants, slowdown).run()
+    return served(run, engine, prefill, constants, slowdown)
+
+
+def served(
+    run: ServedRun,
+    engine: KnownEngine,
+    prefill: KnownEngine | None,
+    constants: RunConstants,
+    slowdown: float = 1.0,
+) -> Simulated:
+    """Return the means of ``run`` on these engines; None as ``prefill`` if all do both."""
+    lengths = run.prompt_tokens, run.output_tokens
+    prompts = None if run.prefill is None or prefill is None else _engines(run.prefill, prefill)
+    engines = _engines(run.engines, engine)
+    return ClosedLoop(run.clients, lengths, engines, prompts, constants, slowdown).run()
+
+
+def _engines(workers: EngineGroup, known: KnownEngine) -> LoopEngines:
+    groups = workers.shape.data_parallel
+    kv_tokens, step_tokens = groups * known.kv_tokens, groups * STEP_TOKENS
+    return LoopEngines(workers.number, known.times, kv_tokens, step_tokens)
 
 
 @cache

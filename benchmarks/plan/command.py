@@ -32,7 +32,6 @@ import argparse
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -44,8 +43,7 @@ from banaserve.sim.result import LatencyLimits
 from banaserve_bench.plan.search.advisor import Advice
 from banaserve_bench.plan.search.gain import Answer, Gain, answer
 from banaserve_bench.plan.search.trial import Scenario, scenarios
-from banaserve_bench.results import result
-from benchmarks.measurement import parser_of
+from benchmarks.measurement import Measurement, Samples, parser_of
 from benchmarks.plan import cpu, paced
 from benchmarks.plan.blind_cells import NUM_CELLS
 from benchmarks.plan.calibration import Calibrated, calibrated, simulated
@@ -171,10 +169,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _judge_runs(given: argparse.Namespace) -> int:
     """Judge both halves and the classical cases, and write what was right."""
-    started_at = datetime.now(UTC)
-    console = Console(width=140)
+    measurement, console = Measurement("plan", given), Console(width=140)
     runs = _known_runs()
-    samples: dict[str, tuple[list[float], str]] = {}
+    samples: Samples = {}
     raw: dict[str, Any] = {}
     for half, by_even in (("judged", True), ("swapped", False)):
         found = judged(runs, by_even)
@@ -189,16 +186,7 @@ def _judge_runs(given: argparse.Namespace) -> int:
     console.print(table)
     raw["classical"] = [_classical(*one) for one in told]
     samples["classical, right"] = ([_share([is_right(*one) for one in told])], "share")
-    record = result.result(
-        "plan",
-        seed=0,
-        options={},
-        started_at=started_at,
-        figures={name: result.figure(values, unit) for name, (values, unit) in samples.items()},
-        notes=[str(__doc__)],
-        raw=raw,
-    )
-    result.deliver(record, given.json)
+    measurement.deliver(measurement.result(samples, [str(__doc__)], raw=raw))
     return 0
 
 
@@ -222,9 +210,7 @@ def _known_runs() -> list[ServedRun]:
     ]
 
 
-def _samples(
-    found: Sequence[JudgedRun], of: Sequence[SplitCase]
-) -> dict[str, tuple[list[float], str]]:
+def _samples(found: Sequence[JudgedRun], of: Sequence[SplitCase]) -> Samples:
     """Return samples and their unit by figure, of one half."""
     given = [one for one in of if one.told is not Answer.CANNOT_TELL]
     estimated = [one for one in of if one.estimate is not None]

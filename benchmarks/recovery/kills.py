@@ -60,7 +60,6 @@ class KilledServer:
     """A server whose engines are killed.
 
     Attributes:
-        model: Served name of the model.
         ready_s: Time when each killed instance served again, on the machine's monotonic clock.
     """
 

@@ -1,4 +1,4 @@
-"""Load on a router: raw connections, so that the client takes little of the machine."""
+"""Load on a router, of whose answers only the status is read."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import asyncio
 import json
 import random
 from time import monotonic
-from typing import cast
 
 from banaserve.base.errors import BanaServeError
+from banaserve_bench.loadgen.http import HttpExchange, HttpStreams
 
 PREFIX_WORDS = 150
 """Number of words in a prefix of about 600 bytes; eight groups of requests share one each."""
@@ -27,92 +27,55 @@ def bodies(num_requests: int, seed: int, is_stream: bool) -> list[bytes]:
     return made
 
 
-class _Caller(asyncio.Protocol):
-    """A connection that reads answers just far enough to know where they end."""
+class _Answer(HttpExchange):
+    """Answer of which only the status counts."""
 
-    def __init__(self) -> None:
-        self._data = bytearray()
-        self._done: asyncio.Future[None] | None = None
+    def on_status(self, status: int) -> None:
+        self.status = status
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._done is not None and not self._done.done():
-            self._done.set_exception(BanaServeError("the router closed a connection"))
-
-    async def ask(self, host: bytes, body: bytes) -> None:
-        self._done = asyncio.get_running_loop().create_future()
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: %b\r\nContent-Type: application/json\r\n"
-        self.transport.write((head + b"Content-Length: %d\r\n\r\n%b") % (host, len(body), body))
-        await self._done
-
-    def data_received(self, data: bytes) -> None:
-        self._data += data
-        if not self._is_whole() or self._done is None:
-            return
-        status = self._data[9:12]
-        self._data.clear()
-        if status == b"200":
-            self._done.set_result(None)
-        else:
-            self._done.set_exception(BanaServeError(f"the router answered {status.decode()}"))
-
-    def _is_whole(self) -> bool:
-        if self._data.endswith(b"\r\n0\r\n\r\n"):
-            return True
-        end = self._data.find(b"\r\n\r\n")
-        if end < 0:
-            return False
-        _, found, rest = bytes(self._data[:end]).lower().partition(b"content-length:")
-        return bool(found) and len(self._data) >= end + 4 + int(rest.split(b"\r\n")[0])
+async def _ask(streams: HttpStreams, body: bytes) -> None:
+    answer = _Answer()
+    await streams.post("/v1/completions", {"Content-Type": "application/json"}, body, answer)
+    if answer.status != 200:
+        raise BanaServeError(f"the router answered {answer.status}")
 
 
 async def closed_loop(port: int, asked: list[bytes], num_callers: int) -> list[float]:
     """Send ``asked`` over ``num_callers`` connections; return latencies in seconds.
 
     Raises:
-        BanaServeError: A request failed.
+        BanaServeError: A request was refused.
+        OSError: The router closed a connection.
     """
-    left = iter(asked)
-    latencies_s: list[float] = []
-    host = b"127.0.0.1:%d" % port
-    loop = asyncio.get_running_loop()
+    left, latencies_s = iter(asked), list[float]()
+    streams = HttpStreams(f"http://127.0.0.1:{port}")
 
     async def call() -> None:
-        _, caller = await loop.create_connection(_Caller, "127.0.0.1", port)
         for body in left:
             began_s = monotonic()
-            await caller.ask(host, body)
+            await _ask(streams, body)
             latencies_s.append(monotonic() - began_s)
-        caller.transport.close()
 
     await asyncio.gather(*(call() for _ in range(num_callers)))
+    streams.close()
     return latencies_s
 
 
 async def open_loop(port: int, asked: list[bytes], per_s: float) -> list[float]:
     """Send one request each ``1 / per_s`` seconds; return latencies from the due times."""
-    host = b"127.0.0.1:%d" % port
-    loop = asyncio.get_running_loop()
-    idle: list[_Caller] = []
     latencies_s: list[float] = []
+    streams = HttpStreams(f"http://127.0.0.1:{port}")
 
     async def one(body: bytes, due_s: float) -> None:
-        caller = idle.pop() if idle else None
-        if caller is None:
-            _, caller = await loop.create_connection(_Caller, "127.0.0.1", port)
-        await caller.ask(host, body)
+        await _ask(streams, body)
         latencies_s.append(monotonic() - due_s)
-        idle.append(caller)
 
     began_s = monotonic()
-    tasks = []
-    for number, body in enumerate(asked):
-        due_s = began_s + number / per_s
-        await asyncio.sleep(max(0.0, due_s - monotonic()))
-        tasks.append(asyncio.create_task(one(body, due_s)))
-    await asyncio.gather(*tasks)
-    for caller in idle:
-        caller.transport.close()
+    async with asyncio.TaskGroup() as group:
+        for number, body in enumerate(asked):
+            due_s = began_s + number / per_s
+            await asyncio.sleep(max(0.0, due_s - monotonic()))
+            group.create_task(one(body, due_s))
+    streams.close()
     return latencies_s

@@ -19,7 +19,7 @@ from banaserve_route.policies.prefixes.tree import make_tree
 from banaserve_route.sim.arrivals import replay
 from banaserve_route.sim.programs import MakeProgram, Program, ProgramCall
 from banaserve_route.sim.replica import BLOCK_TOKENS, UNIT_BYTES, Accelerator
-from benchmarks.router.engine import digests
+from benchmarks.prompt_digests import digests
 
 Steps = list[list[ProgramCall] | float]
 """Calls of one session that are made at once, and pauses in seconds between them."""

@@ -17,29 +17,26 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from rich.console import Console
-
-from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
 from banaserve_bench.results import result
 from banaserve_bench.results.result import Figure
+from benchmarks.measurement import parser_of
 from benchmarks.simulate_seeds.cases import PAPERS
-from benchmarks.simulate_seeds.figures import run, table
-from benchmarks.simulate_seeds.report import claims_table, totals, verdict_figures
+from benchmarks.simulate_seeds.figures import run
+from benchmarks.simulate_seeds.report import case_table, claims_table, totals, verdict_figures
 
 
 def main(argv: Sequence[str]) -> int:
     """Simulate the cases that the file lacks, show and write them; return the exit code."""
-    parser = Parser(prog="python -m benchmarks simulate-seeds", description=__doc__)
+    parser = parser_of("simulate-seeds", __doc__)
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--only", choices=PAPERS)
     parser.add_argument("--cases", type=int, help="run so many that the file lacks, then end")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args(list(argv))
     if given.seeds < 2:
         parser.error("one seed tells nothing of the spread: give 2 or more")
-    started_at, console = datetime.now(UTC), Console(width=200)
+    started_at = datetime.now(UTC)
     figures, commits = _begun(given.json, given.seeds)
     left = given.cases
     for paper in [given.only] if given.only else PAPERS:
@@ -62,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
                 record.raw[case.name] = record.commit
                 if given.json is not None:
                     result.write(record, given.json)
-            console.print(table(case, figures))
+            print(f"\n{case.name}: {case.load}\n", *case_table(case, figures), sep="\n")
     print("\n".join([*totals(figures), *claims_table(figures)]))
     return 0
 

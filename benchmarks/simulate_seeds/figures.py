@@ -1,14 +1,11 @@
-"""Measures of the systems of a case, a sample for each seed, and their table."""
+"""Measures of the systems of a case, a sample for each seed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rich.table import Table
-
 from banaserve_bench.results.result import Figure, figure
-from banaserve_bench.results.statistics import mean_interval
 from banaserve_route.sim.world import RegionSystem, RequestOutcome, simulate
 from benchmarks.simulate_seeds.cases import PaperCase
 
@@ -48,21 +45,3 @@ def run(case: PaperCase, data: Path, seeds: Sequence[int]) -> dict[str, Figure]:
             samples = [value(outcome) for outcome in outcomes]
             figures[figure_name(case.name, name, measure)] = figure(samples, unit)
     return figures
-
-
-def table(case: PaperCase, figures: dict[str, Figure]) -> Table:
-    """Return a table of means with their 95 % intervals (Student)."""
-    shown = Table(title=case.name, caption=case.load, title_justify="left")
-    for heading in ("system", *MEASURES):
-        shown.add_column(heading, justify="left" if heading == "system" else "right")
-    for name in case.systems:
-        shown.add_row(
-            name, *(cell(figures[figure_name(case.name, name, one)].samples) for one in MEASURES)
-        )
-    return shown
-
-
-def cell(samples: Sequence[float]) -> str:
-    """Return a mean and half the width of its interval."""
-    low, mean, high = mean_interval(samples)
-    return f"{mean:.3g} ±{(high - low) / 2:.2g}"

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Mapping
 
 from banaserve.sim.result import SIMULATED
+from banaserve_bench.results.figure_text import interval_text
 from banaserve_bench.results.result import Figure, Result, figure
 from banaserve_bench.results.statistics import paired_ratios
-from benchmarks.simulate_seeds.cases import PAPERS
+from benchmarks.simulate_seeds.cases import PAPERS, PaperCase
 from benchmarks.simulate_seeds.claims import (
     ANY,
     CLAIMS,
@@ -21,7 +22,7 @@ from benchmarks.simulate_seeds.claims import (
     interval,
     verdict,
 )
-from benchmarks.simulate_seeds.figures import MEASURES, cell, figure_name
+from benchmarks.simulate_seeds.figures import MEASURES, figure_name
 
 Figures = Mapping[str, Figure]
 _LOADS = {case.name: case.load for make in PAPERS.values() for case in make()}
@@ -52,14 +53,17 @@ def markdown(record: Result) -> str:
             if figure_name(case.name, next(iter(case.systems)), "output") not in figures:
                 continue
             lines += ["", f"### {case.name}", "", f"{case.load}.", ""]
-            lines.append(f"| | {' | '.join(MEASURES)} |")
-            lines.append("| --- " * (len(MEASURES) + 1) + "|")
-            for name in case.systems:
-                cells = [
-                    cell(figures[figure_name(case.name, name, one)].samples) for one in MEASURES
-                ]
-                lines.append(f"| {name} | {' | '.join(cells)} |")
+            lines += case_table(case, figures)
     return "\n".join(lines) + "\n"
+
+
+def case_table(case: PaperCase, figures: Figures) -> list[str]:
+    """Return a table of means with their 95% intervals (Student): systems as rows."""
+    lines = [f"| | {' | '.join(MEASURES)} |", "| --- " * (len(MEASURES) + 1) + "|"]
+    for name in case.systems:
+        found = [figures[figure_name(case.name, name, one)].samples for one in MEASURES]
+        lines.append(f"| {name} | {' | '.join(map(interval_text, found))} |")
+    return lines
 
 
 def totals(figures: Figures) -> list[str]:

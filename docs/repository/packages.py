@@ -13,7 +13,7 @@ from docs.repository.findings import ROOT, Finding, at
 
 FOLDER = ROOT / "requirements"
 EXAMPLES = ROOT / "examples"
-_DISJOINT = (("cpu", "dev"), ("cuda", "cuda-dev"))
+_DISJOINT = (("cpu", "dev"), ("cuda", "dev"))
 _NUM_HASHES = 6
 """Hashes of torch's files: one for each of three Pythons on two kinds of machine."""
 

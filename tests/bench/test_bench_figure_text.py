@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from banaserve_bench.results.figure_text import interval_text, number, row, with_half
-from banaserve_bench.results.units import scaled
+from banaserve_bench.results.figure_text import interval_text, number, row, scaled, with_half
 
 
 @pytest.mark.parametrize(

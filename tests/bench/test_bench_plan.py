@@ -13,10 +13,10 @@ from banaserve.sim.result import LatencyLimits
 from banaserve_bench.plan.search.gain import MOST_RATIO, Answer, answer
 from banaserve_bench.silicon.aiconfigurator import AiconfiguratorTimes
 from banaserve_bench.silicon.costs import EngineConstants
+from benchmarks.closed_loop import RunConstants
 from benchmarks.plan import calibration
 from benchmarks.plan.calibration import calibrated, simulated
 from benchmarks.plan.command import SplitCase
-from benchmarks.plan.loops import RunConstants, ServedLoop
 from benchmarks.plan.own_estimate import estimates
 from benchmarks.plan.runs import EngineGroup, EngineShape, ServedRun, comparable, read_runs
 from benchmarks.plan.verdicts import BestRates, Means, gain
@@ -111,18 +111,18 @@ def test_a_gain_that_does_not_pay_is_no() -> None:
 
 def test_a_split_computes_prompts_apart_from_tokens() -> None:
     constants = RunConstants(way_s=0.1)
-    split = ServedLoop(_run(8, prefill=1), _ENGINE, _ENGINE, constants).run()
-    whole = ServedLoop(_run(8), _ENGINE, None, constants).run()
+    split = calibration.served(_run(8, prefill=1), _ENGINE, _ENGINE, constants)
+    whole = calibration.served(_run(8), _ENGINE, None, constants)
     decode, prompts, steps, _ = split.parts
     assert prompts == 0
     assert decode > 0
     # One step a token; a request may join while one is under way.
     assert steps == pytest.approx(1.0, abs=0.02)
     assert split.tpot_s < whole.tpot_s
-    alone = ServedLoop(_run(1, prefill=1), _ENGINE, _ENGINE, constants).run()
+    alone = calibration.served(_run(1, prefill=1), _ENGINE, _ENGINE, constants)
     step_s = _ENGINE.times.step_s(900, 900 * 900, 0, 0)
     assert alone.ttft_s == pytest.approx(0.1 + step_s, rel=0.05)
-    slow = ServedLoop(_run(1, prefill=1), _ENGINE, _ENGINE, RunConstants(), 2.0).run()
+    slow = calibration.served(_run(1, prefill=1), _ENGINE, _ENGINE, RunConstants(), 2.0)
     assert slow.tpot_s == pytest.approx(2 * alone.tpot_s, rel=0.02)
 
 

@@ -9,11 +9,12 @@ import pytest
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs.profile import load
 from banaserve_bench.silicon.costs import EngineConstants
+from benchmarks.closed_loop import RunConstants
 from benchmarks.silicon import LinearTimes
-from benchmarks.whole_runs import Constants, KnownEngine, WholeRun, errors, fitted, read_runs
+from benchmarks.whole_runs import KnownEngine, WholeRun, errors, fitted, read_runs
 
-_MADE = Constants(EngineConstants(2e-3, 5e-5, 1.25, 1.5), 0.03, 2e-5)
-_ENGINE = Constants(EngineConstants(1e-3, 2e-5))
+_MADE = RunConstants(EngineConstants(2e-3, 5e-5, 1.25, 1.5), way_s=0.03, way_token_s=2e-5)
+_ENGINE = RunConstants(EngineConstants(1e-3, 2e-5))
 _HAS_PACKAGE = find_spec("aiconfigurator_core") is not None
 
 

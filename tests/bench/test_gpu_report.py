@@ -15,7 +15,7 @@ import pytest
 from banaserve.base.errors import UserError
 from benchmarks.gpu import device, report
 from benchmarks.gpu.device import DeviceFacts, check
-from benchmarks.gpu.stages import (
+from benchmarks.gpu.report import (
     LEAST_S,
     Stage,
     StageOutcome,

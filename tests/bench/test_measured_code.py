@@ -53,6 +53,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
         ("sim/steps.py", SOURCE.replace("1.0", "2.0"), True),
         ("sim/new.py", "x = 1\n", True),
         ("sim/rates.toml", "a = 1\n", True),
+        ("sim/rates.toml", "# a = 1\n", False),
         ("sim/steps.py", SOURCE.replace("Seconds.", "Time, in s.") + "# the end\n", False),
         ("sim/steps.py", SOURCE.replace("return 1.0", "return (\n        1.0\n    )"), False),
         ("sim/README.md", "# Other words\n", False),

@@ -35,8 +35,8 @@ from banaserve.serving.tracing.request_log import (
     http_call,
 )
 from banaserve.serving.tracing.trace_collection import TraceCollector
-from benchmarks.drivers.otlp_receiver import OtlpReceiver
 from forked import Forked
+from otlp_receiver import OtlpReceiver
 from waiting import until
 
 pytestmark = pytest.mark.deep

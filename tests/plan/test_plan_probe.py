@@ -23,7 +23,7 @@ from banaserve.orchestrator.control.costs.profile import (
 )
 from banaserve.sim.timeline import Timeline
 from banaserve_bench.loadgen.client import OpenAiClient
-from banaserve_bench.plan.probe.fit import StepFit
+from banaserve_bench.plan.probe.fit import StepFit, fitted
 from banaserve_bench.plan.probe.judging import HeldOutErrors, held_out_errors, stated_error
 from banaserve_bench.plan.probe.measuring import ProbeSamples, ServerProbe, measured
 from banaserve_bench.plan.probe.profile_file import profile_text
@@ -223,3 +223,13 @@ def test_the_error_of_a_profile_is_that_of_advice_and_of_simulated_figures(
     shown = capsys.readouterr().out
     assert "mean latency, s (±3.5%)" in shown
     assert "ttft p50, ms  " in shown
+
+
+def test_no_coefficient_is_negative() -> None:
+    """Times whose growth falls, as chance has it: pairs then cost next to nothing."""
+    features = [(1, tokens, tokens**2) for tokens in (10, 100, 1000, 2000)]
+    seconds = [0.01 + 1e-3 * tokens - 1e-7 * tokens**2 for tokens in (10, 100, 1000, 2000)]
+    found = fitted(features, seconds)
+    assert found[2] == 1e-12
+    assert found[0] > 0
+    assert found[1] == pytest.approx(1e-3, rel=0.2)

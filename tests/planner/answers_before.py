@@ -6,8 +6,8 @@ import asyncio
 
 import migration_load as loads
 import small_model
+import written_prompts
 from banaserve.base import models
-from banaserve_bench.datasets import prompts
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from reference import tokenizer
 from server_run import Run
@@ -22,8 +22,8 @@ class Before:
 
     def __init__(self, server: Run) -> None:
         tokenize = tokenizer(small_model.resolve().path_or_id)
-        found = prompts.prompts("synthetic", 10, 40, 160, 5, tokenize)
-        found += prompts.prompts("synthetic", 4, 200, 350, 6, tokenize)
+        found = written_prompts.prompts("synthetic", 10, 40, 160, 5, tokenize)
+        found += written_prompts.prompts("synthetic", 4, 200, 350, 6, tokenize)
         self.prompts = [tokenize(prompt.text) for prompt in found]
         self.tokens = asyncio.run(self._ask(server))
 

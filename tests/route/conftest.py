@@ -19,8 +19,8 @@ from banaserve_route.balancer.config import (
     ReplicaSettings,
 )
 from banaserve_route.balancer.server import listen, tick
-from benchmarks.router.link import RegionLink
 from ports import held_port
+from region_link import RegionLink
 from waiting import until
 
 WAIT_S = 20.0

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import small_model
+import written_prompts
 from banaserve.base import models
 from banaserve.base.errors import UserError
 from banaserve.contracts.migration_api import (
@@ -25,7 +26,6 @@ from banaserve.contracts.migration_api import (
     Return,
 )
 from banaserve.frontdoor.admin_client import AdminClient
-from banaserve_bench.datasets import prompts
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve_bench.loadgen.servers import Server
 from fork_server import ForkServer
@@ -44,8 +44,10 @@ class Reference:
         model = small_model.resolve()
         tokenize = tokenizer(model.path_or_id)
         few = max(1, num_prompts // 8)
-        found = prompts.prompts("synthetic", num_prompts - few, 40, 160, seed, tokenize)
-        found += prompts.prompts("synthetic", few, longest // 2, longest, seed + 1, tokenize)
+        found = written_prompts.prompts("synthetic", num_prompts - few, 40, 160, seed, tokenize)
+        found += written_prompts.prompts(
+            "synthetic", few, longest // 2, longest, seed + 1, tokenize
+        )
         self.prompts = [tokenize(prompt.text) for prompt in found]
         answers = reference_tokens(forks, model.path_or_id, self.prompts, {"it": SAMPLING})
         self.tokens = answers["it"]

@@ -52,7 +52,6 @@ class OverLimit:
     """Excess of a request over a limit.
 
     Attributes:
-        limit: Name of the limit.
         most: Value of the limit.
         retry_after_s: Earliest time at which a retry may be within the limit, in seconds from now.
     """

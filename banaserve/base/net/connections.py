@@ -27,7 +27,6 @@ class ConnectionTable(Generic[ConnectionT]):
     a new connection has time to show a key until the table has been filled once more.
 
     Attributes:
-        max_connections: Maximum number of connections.
         max_per_address: Maximum number of connections without a key from one address; 0: a quarter
             of ``max_connections``. Connections with a key are not counted: a proxy has one address.
     """

@@ -16,7 +16,6 @@ class PoolStatus(msgspec.Struct, frozen=True):
     """Counts of a scheduler's pool of KV blocks and of its requests.
 
     Attributes:
-        num_blocks: Number of blocks in the pool.
         free_blocks: Number of blocks in the pool that no request holds.
         running: Number of running requests.
         waiting: Number of waiting requests.

@@ -48,7 +48,6 @@ class LivePage:
 
     Attributes:
         access: Codes and tokens with which a browser tab reads the page's data.
-        viewers: Viewers of the page.
     """
 
     def __init__(

@@ -21,6 +21,7 @@ import msgspec
 
 from banaserve.base.errors import BanaServeError, UserError
 from banaserve.base.platform.linux import peer_of
+from banaserve.base.tasks import end_tasks
 
 Say = Callable[[str], None]
 _BACKLOG = 2048
@@ -153,9 +154,7 @@ class SocketOffer:
             try:
                 yield
             finally:
-                for task in self._tasks:
-                    task.cancel()
-                await asyncio.gather(*self._tasks, return_exceptions=True)
+                await end_tasks(*self._tasks)
                 self._path.unlink(missing_ok=True)
 
     async def _admit(self, listener: socket.socket) -> None:

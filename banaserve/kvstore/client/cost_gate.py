@@ -64,7 +64,6 @@ class HeldPrefix:
     """Consecutive blocks of one request in the pool, and the tokens before and after them.
 
     Attributes:
-        num_blocks: Number of the blocks.
         block_tokens: Number of tokens of each block except the last, which may have fewer.
         num_tokens: Number of tokens of all blocks.
         num_before: Number of tokens before the blocks, which the engine has already.

@@ -17,6 +17,7 @@ from banaserve.base.errors import StoreUnavailableError, UserError
 from banaserve.base.platform.processes import in_daemon_thread, wait_ended, wait_readable
 from banaserve.base.platform.run_dir import tail_of
 from banaserve.base.platform.stall_watch import StallWatch
+from banaserve.base.tasks import end_tasks
 from banaserve.kvstore.client.admin import fetch_stats, set_peers
 from banaserve.kvstore.daemon.options import StoreOptions
 
@@ -145,8 +146,7 @@ class SupervisedStore:
                     log.error("the KV cache store hangs while it starts: it is ended")
                     process.kill()
         finally:
-            written.cancel()
-            await asyncio.gather(written, return_exceptions=True)
+            await end_tasks(written)
 
     def _watch(self) -> StallWatch:
         return StallWatch(self._timeouts.stall_s, self._timeouts.spin_s, counts_work=True)
@@ -194,8 +194,7 @@ class SupervisedStore:
         try:
             await wait_ended(process.pid)
         finally:
-            probing.cancel()
-            await asyncio.gather(probing, return_exceptions=True)
+            await end_tasks(probing)
 
     async def _end_when_hung(self, process: subprocess.Popen[bytes]) -> None:
         """Probe the daemon repeatedly; kill it when it has not answered for too long."""
@@ -222,9 +221,7 @@ class SupervisedStore:
 
     async def stop(self) -> None:
         """Stop the daemon, wait until it has written to its tiers, and remove its socket."""
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
+        await end_tasks(self._keeper)
         process = self._process
         if process is None:
             return

@@ -15,7 +15,6 @@ class ChainedBlock:
     """Entry of a block in ``ChainedBlocks``; subclasses add further attributes.
 
     Attributes:
-        key: Key of the block.
         parent: Key of the block before it in its chain; None for the first.
         num_users: Number of reads and writes under way; a block in use is never a victim.
     """

@@ -54,7 +54,6 @@ class OverlapTimes(msgspec.Struct):
     Attributes:
         predicted_s: Time predicted for the steps as they were cut.
         waiting_s: Time predicted for the same steps in one part.
-        measured_s: Measured time.
         wrong_s: Sum of the absolute errors of the predictions.
     """
 

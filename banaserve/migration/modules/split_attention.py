@@ -219,7 +219,6 @@ class SplitAttention(ReplacedAttention):
 
     Args:
         layer: vLLM's attention module, whose ``impl`` this object becomes while it is split.
-        name: Name of the attention.
     """
 
     def __init__(self, layer: Any, name: str, step_context: StepContext, on_lost: OnLost) -> None:

@@ -16,6 +16,7 @@ from banaserve.base.errors import BanaServeError, ProtocolError, UserError
 from banaserve.base.net.addresses import written
 from banaserve.base.platform.linux import available_memory_bytes, visible_gpus
 from banaserve.base.platform.run_dir import RunDir
+from banaserve.base.tasks import end_tasks
 from banaserve.nodes.agent.session import NodeSession
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import CONNECT_S, NodeLink, NodeLostError, accepted
@@ -97,9 +98,7 @@ class NodeAgent:
             await stop.wait()
         finally:
             server.close()
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await end_tasks(*self._tasks)
 
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._num_connections >= _MAX_CONNECTIONS:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from banaserve.base.errors import ProtocolError
 from banaserve.base.platform.processes import wait_dying, wait_ended, wait_readable
+from banaserve.base.tasks import end_tasks
 from banaserve.nodes.link import CHUNK_BYTES, NodeLink, NodeLostError
 from banaserve.nodes.messages import ChannelClosed, Data, LogWritten, ProcessDying, ProcessEnded
 from banaserve.nodes.relay import Relay
@@ -58,9 +59,7 @@ class RemoteProcess:
                 with contextlib.suppress(NodeLostError):
                     await self._link.send(ProcessEnded())
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(*tasks)
             if self._pid:
                 await _end(self._pid)
             os.close(reading)

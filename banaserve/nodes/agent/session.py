@@ -18,6 +18,7 @@ import psutil
 from banaserve.base.errors import BanaServeError, UserError
 from banaserve.base.platform.linux import available_memory_bytes, visible_gpus
 from banaserve.base.platform.run_dir import RunDir
+from banaserve.base.tasks import end_tasks
 from banaserve.contracts.environment import STORE_VARIABLE, set_environment
 from banaserve.kvstore.daemon.options import PeerOptions, StoreOptions
 from banaserve.kvstore.daemon.supervised import SupervisedStore
@@ -55,7 +56,6 @@ class NodeSession:
 
     Attributes:
         incarnation: Random identifier of this session.
-        server: Name of the server.
     """
 
     def __init__(self, link: NodeLink, server: str, host: str, run: RunDir) -> None:
@@ -187,15 +187,12 @@ class NodeSession:
         try:
             await asyncio.shield(running)
         finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+            await end_tasks(running)
             self._processes.discard(running)
 
     async def close(self) -> None:
         """End every process of the session."""
-        for running in self._processes:
-            running.cancel()
-        await asyncio.gather(*self._processes, return_exceptions=True)
+        await end_tasks(*self._processes)
         if self._launcher is not None:
             launcher, self._launcher = self._launcher, None
             await asyncio.to_thread(launcher.close)

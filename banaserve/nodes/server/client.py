@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from banaserve.base.errors import ProtocolError
 from banaserve.base.net.loop_watch import wait_first
+from banaserve.base.tasks import end_tasks
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import PATIENT_S, SILENT_S, NodeLink, NodeLostError, connect
 from banaserve.nodes.messages import (
@@ -138,8 +139,7 @@ class NodeClient:
         link, self._link = self._link, None
         self.opened, self.problem, self.is_ready = None, problem, False
         if self._reading is not None and self._reading is not asyncio.current_task():
-            self._reading.cancel()
-            await asyncio.gather(self._reading, return_exceptions=True)
+            await end_tasks(self._reading)
         if link is not None:
             await link.close()
         self._lost.set()
@@ -160,9 +160,7 @@ class NodeClient:
                     raise NodeLostError(self.problem)
                 raise NodeLostError(f"node {self.name} does not answer {type(question).__name__}")
             finally:
-                for task in (lost, answer):
-                    task.cancel()
-                await asyncio.gather(lost, answer, return_exceptions=True)
+                await end_tasks(lost, answer)
 
     async def _read(self, link: NodeLink) -> None:
         try:

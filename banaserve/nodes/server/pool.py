@@ -13,6 +13,7 @@ import msgspec
 
 from banaserve.base.errors import UserError
 from banaserve.base.net.addresses import host_and_port, written
+from banaserve.base.tasks import end_tasks
 from banaserve.base.types import InstanceId, Role
 from banaserve.contracts.environment import GRAPHS_VARIABLE
 from banaserve.kvstore.daemon.options import PeerOptions, StoreOptions
@@ -254,12 +255,7 @@ class NodePool:
 
     async def leave(self) -> None:
         """Give the nodes back: all processes of this server there end."""
-        keepers = [node.keeper for node in self.nodes if node.keeper is not None]
-        if self._measuring is not None:
-            keepers.append(self._measuring)
-        for keeper in keepers:
-            keeper.cancel()
-        await asyncio.gather(*keepers, return_exceptions=True)
+        await end_tasks(self._measuring, *(node.keeper for node in self.nodes))
         await asyncio.gather(*(client.close() for client in self._clients()))
         await self.places.close()
 
@@ -359,9 +355,7 @@ class NodePool:
     async def remove(self, node: PoolNode) -> None:
         """Give a node back; all processes of this server that still run there end."""
         self.nodes.remove(node)
-        if node.keeper is not None:
-            node.keeper.cancel()
-            await asyncio.gather(node.keeper, return_exceptions=True)
+        await end_tasks(node.keeper)
         await node.client.close()
         await self.places.drop(node.number)
         await self._share_stores()

@@ -25,6 +25,7 @@ from banaserve.base.clock import Clock
 from banaserve.base.errors import InstanceDeadError
 from banaserve.base.platform import linux, processes
 from banaserve.base.platform.run_dir import RunDir
+from banaserve.base.tasks import end_tasks
 from banaserve.base.types import NO_WAYS, Distance, InstanceId, InstanceView, ModulePlacement, Role
 from banaserve.engine.compat import engine as compat
 from banaserve.engine.compat.config import VllmConfig, kv_token_bytes
@@ -201,9 +202,7 @@ class Instance:
             what = "ended while starting" if ended.done() else f"not ready in {timeout_s:.0f} s"
             raise InstanceDeadError(f"instance {self.id} {what}: {self.last_words()}")
         finally:
-            for one in waited:
-                one.cancel()
-            await asyncio.gather(*waited, return_exceptions=True)
+            await end_tasks(*waited)
 
     def _connect(self, addresses: dict[str, str]) -> compat.AsyncLLM:
         """Make the engine's client; runs in a thread, since loading a tokenizer takes long."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from banaserve.base.clock import Clock
 from banaserve.base.errors import InstanceDeadError
+from banaserve.base.tasks import end_tasks
 from banaserve.base.types import InstanceId
 from banaserve.serving.instances.instance import Instance, State
 from banaserve.serving.instances.probe import ClusterTimeouts, LivenessProbe
@@ -129,9 +130,7 @@ class Supervisor:
     async def stop(self) -> None:
         """Stop watching all instances."""
         tasks = [task for watch in self._watches.values() for task in watch]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)
 
     def _is_removed(self, instance: Instance) -> bool:
         return instance.id not in self._instances

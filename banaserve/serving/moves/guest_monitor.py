@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 
 from banaserve.base.errors import BanaServeError, MigrationError
 from banaserve.base.platform.run_dir import RunDir
+from banaserve.base.tasks import end_tasks
 from banaserve.base.types import InstanceId, ModulePlacement
 from banaserve.contracts.rpc.typed_rpc import call
 from banaserve.engine.compat.config import VllmConfig
@@ -53,9 +54,7 @@ class GuestMonitor:
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks(self._task)
 
     async def _run(self) -> None:
         looks = 0

@@ -16,6 +16,7 @@ from banaserve.base.config.serve_config import LEAST_GUEST_SHARE
 from banaserve.base.errors import MigrationError
 from banaserve.base.platform import processes
 from banaserve.base.platform.run_dir import RunDir
+from banaserve.base.tasks import end_tasks
 from banaserve.base.types import InstanceId
 from banaserve.contracts.rpc.typed_rpc import call
 from banaserve.migration.ranks import check_devices
@@ -273,6 +274,4 @@ class GuestPool:
         """Kill all guests."""
         for guest in self:
             guest.kill()
-        for watch in self._watches:
-            watch.cancel()
-        await asyncio.gather(*self._watches, return_exceptions=True)
+        await end_tasks(*self._watches)

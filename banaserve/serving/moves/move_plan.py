@@ -158,7 +158,6 @@ def copies_again(dirty_before: int | None, dirty_now: int, num_times: int) -> bo
     Args:
         dirty_before: Blocks that the previous copy left; None after the first copy.
         dirty_now: Blocks that the last copy left.
-        num_times: Number of copies so far.
     """
     if dirty_now == 0 or num_times >= 8:
         return False

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from banaserve.base.clock import Clock
 from banaserve.base.errors import BanaServeError
+from banaserve.base.tasks import end_tasks
 from banaserve.base.types import ClusterView
 from banaserve.orchestrator.control.autoscaling import (
     AutoscaleOptions,
@@ -52,9 +53,7 @@ class Autoscaler:
 
     async def stop(self) -> None:
         """Stop checking the load; a running scaling continues."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks(self._task)
 
     async def _run(self) -> None:
         since = LoadsSince()

@@ -8,6 +8,7 @@ import logging
 
 from banaserve.base.clock import Clock
 from banaserve.base.errors import MigrationError, UserError
+from banaserve.base.tasks import end_tasks
 from banaserve.base.types import InstanceId
 from banaserve.contracts.instances import NodeChange, NodeStatus
 from banaserve.serving.instances.cluster import Cluster
@@ -45,9 +46,7 @@ class NodeChanges(Operations[NodeChange]):
 
     async def stop(self) -> None:
         """Cancel the running change, if there is one."""
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
+        await end_tasks(self._looking)
         await super().stop()
 
     def begin_add(self, address: str, why: str = "") -> NodeChange:

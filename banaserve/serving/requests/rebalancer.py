@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from banaserve.base.clock import Clock
+from banaserve.base.tasks import end_tasks
 from banaserve.base.types import InstanceId
 from banaserve.orchestrator.control.rebalancing import (
     DecodeLoad,
@@ -56,9 +57,7 @@ class Rebalancer:
 
     async def stop(self) -> None:
         """Stop deciding; streams that are moving still arrive."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks(self._task)
 
     async def _run(self) -> None:
         while True:

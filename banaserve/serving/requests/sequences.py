@@ -14,6 +14,7 @@ import copy
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
+from banaserve.base.tasks import end_tasks
 from banaserve.engine.compat.requests import RequestOutput, RequestOutputKind
 from banaserve.serving.monitoring.leg_stats import Sequences
 from banaserve.serving.requests.disagg_request import run_request
@@ -60,9 +61,7 @@ async def run_sequences(
         while (output := await merged.get()) is not None:
             yield output
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)
         router.lookups.end_hold(sequences[0].hold)  # some readers may never have begun
 
 

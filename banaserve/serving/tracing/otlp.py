@@ -28,6 +28,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from banaserve import __version__
 from banaserve.base.platform.processes import in_daemon_thread
+from banaserve.base.tasks import end_tasks
 from banaserve.contracts.trace_events import RequestTrace, TraceSpan
 from banaserve.serving.monitoring.metrics import TRACE_SPANS
 from banaserve.serving.tracing.request_log import HttpCall, RequestNotes, RequestSpan
@@ -150,9 +151,7 @@ class OtlpTracer:
 
     async def close(self) -> None:
         """Collect, then send the remaining spans, for at most three seconds each: both may hang."""
-        if self._collecting is not None:
-            self._collecting.cancel()
-            await asyncio.gather(self._collecting, return_exceptions=True)
+        await end_tasks(self._collecting)
         with contextlib.suppress(TimeoutError, CancelledError):
             async with asyncio.timeout(_CLOSE_S):
                 while self._waiting:

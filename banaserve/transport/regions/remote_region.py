@@ -92,7 +92,6 @@ class RemoteRegion(ABC):
     one submission overlap in their target, the bytes of either run remain there.
 
     Args:
-        descriptor: Descriptor of the region.
         forget: Function that removes the region from the transport's table; returns False if it
             was removed before.
 

@@ -1,4 +1,4 @@
 """Requests of benchmarks: datasets and traces from files, and synthetic ones.
 
-In a process of ``banaserve bench``. Entry: ``registry``.
+In a process of ``banaserve bench``. Entry: ``items.Dataset``.
 """

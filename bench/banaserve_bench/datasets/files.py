@@ -83,7 +83,7 @@ def dataset_files(kind: str, folder: Path | None) -> list[Path]:
     if folder is None:
         raise UserError(
             f"the {kind} data are not part of banaserve: give their file or folder with --data "
-            f"or in {DATA_VARIABLE}, or use what is named synthetic or {kind}-like"
+            f"or in {DATA_VARIABLE}, or use {kind}-like"
         )
     if folder.is_file():
         return [folder]

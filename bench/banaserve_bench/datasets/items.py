@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -15,7 +15,6 @@ from banaserve.base.text.names import check_known
 from banaserve_bench.datasets import synthetic_datasets
 from banaserve_bench.datasets.entries import DatasetEntry, read_entries
 from banaserve_bench.datasets.files import data_folder, dataset_files, fetch
-from banaserve_bench.datasets.prompts import without_middle
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -24,6 +23,8 @@ NAMED = ("alpaca", "azure", "longbench", "mooncake", "sharegpt")
 MADE_UP = ("multi-turn", "random", "shared-prefix", *synthetic_datasets.PUBLISHED)
 FROM_HUB = Path("hub")
 _NUM_WORDS = 4096
+_MARK = "\n[...]\n"
+Tokenize = Callable[[str], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,3 +269,29 @@ def _drawn(entries: Sequence[DatasetEntry], draws: random.Random) -> Iterator[Da
     """Yield all entries in random order, endlessly, each time in a new order."""
     while True:
         yield from draws.sample(entries, len(entries))
+
+
+def without_middle(text: str, max_tokens: int, tokenize: Tokenize) -> str:
+    """Return ``text`` with its middle left out, so that at most ``max_tokens`` remain.
+
+    Both ends keep the same number of characters, less a broken word; one more would not fit.
+    """
+    num_tokens = len(tokenize(text))
+    if num_tokens <= max_tokens:
+        return text
+    # At most twice the share that fits on average, so that no trial tokenizes a whole book.
+    low, high = 0, min(len(text) // 2, len(text) * max_tokens // num_tokens)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if len(tokenize(_ends(text, middle))) <= max_tokens:
+            low = middle
+        else:
+            high = middle - 1
+    return _ends(text, low)
+
+
+def _ends(text: str, num_chars: int) -> str:
+    head, tail = text[:num_chars], text[len(text) - num_chars :]
+    head, space, _ = head.rpartition(" ")
+    _, other_space, tail = tail.partition(" ")
+    return head + _MARK + tail if space and other_space else _MARK

@@ -18,7 +18,6 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
@@ -36,25 +35,6 @@ _PR_SET_PDEATHSIG = 1
 _GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT = 10240
 _PORT_TRIES = 100
-
-
-class Running(Protocol):
-    """Servers behind one URL: a single one, or several behind a balancer."""
-
-    @property
-    def url(self) -> str: ...
-
-    def processes(self) -> list[psutil.Process]:
-        """Return all live processes; a parent comes before its children."""
-        ...
-
-    def cpu_s(self) -> float:
-        """Return CPU seconds (user and system) of all live processes since their start."""
-        ...
-
-    def memory_bytes(self) -> int:
-        """Return the memory of all processes; pages that several share count once in all (PSS)."""
-        ...
 
 
 class Server:
@@ -160,7 +140,7 @@ def banaserve_server(
 
 
 class Balanced:
-    """Servers behind one balancer."""
+    """Servers behind one balancer; the methods are those of ``Server``, over all of them."""
 
     def __init__(self, balancer: Server, servers: Sequence[Server]) -> None:
         self.url = balancer.url
@@ -174,6 +154,10 @@ class Balanced:
 
     def memory_bytes(self) -> int:
         return sum(one.memory_bytes() for one in self._all)
+
+
+Running = Server | Balanced
+"""Servers behind one URL."""
 
 
 @contextlib.contextmanager

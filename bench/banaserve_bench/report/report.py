@@ -26,6 +26,7 @@ from banaserve_bench.results.result import Result
 from banaserve_bench.serving.summary import Summary
 
 _SKIPPED = ("run.json",)
+_NOTHING: tuple[object, ...] = (None, "None", [])
 
 
 def make_parser() -> Parser:
@@ -167,7 +168,7 @@ def section_of(record: Result) -> Section:
     return Section(
         name=f"{record.name}: {workload}" if workload else record.name,
         warnings=_warnings(record),
-        facts=_facts(record),
+        facts=facts_of(record),
         table=tables.serving_table(systems) if systems else tables.figure_table(record.figures),
         plots=plots.grids_of(systems, record.raw.get("timelines", {})),
         notes=record.notes,
@@ -184,7 +185,8 @@ def _warnings(record: Result) -> list[str]:
     return found
 
 
-def _facts(record: Result) -> list[str]:
+def facts_of(record: Result) -> list[str]:
+    """Return what a result rests on: code, machine, versions, options and kind of time."""
     return [
         f"commit {record.commit[:9] if record.commit else 'unknown'}"
         + (" with changes" if record.dirty else ""),
@@ -193,7 +195,7 @@ def _facts(record: Result) -> list[str]:
         f"vLLM {record.versions.vllm}, Python {record.versions.python}",
         f"seed {record.seed}",
         f"{record.started_at:%Y-%m-%d}",
-        ", ".join(f"{name}={value}" for name, value in record.options.items() if value is not None),
+        ", ".join(f"{name}={one}" for name, one in record.options.items() if one not in _NOTHING),
         *_of_modelled_time(record),
     ]
 

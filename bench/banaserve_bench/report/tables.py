@@ -14,10 +14,16 @@ from banaserve_bench.report.standings import (
     loads_of,
     standings,
 )
-from banaserve_bench.results.figure_text import interval_text, number, row, with_half
+from banaserve_bench.results.figure_text import (
+    NO_VALUE,
+    interval_text,
+    number,
+    row,
+    scaled,
+    with_half,
+)
 from banaserve_bench.results.result import Figure
 from banaserve_bench.results.statistics import mean_interval
-from banaserve_bench.results.units import NO_VALUE, scaled
 from banaserve_bench.serving.summary import Summary
 
 Table = list[list[str]]

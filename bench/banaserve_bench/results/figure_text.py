@@ -1,4 +1,4 @@
-"""Figures as text: justified digits, no exponents. Pure."""
+"""Figures as text: justified digits, no exponents, units of a suitable size. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ from collections.abc import Sequence
 
 from banaserve_bench.results.statistics import mean_interval
 
+NO_VALUE = "-"
+"""Cell of a table where there is no figure."""
+_SCALES: dict[str, Sequence[tuple[float, str]]] = {
+    "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")),
+    "B": ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1.0, "bytes")),
+    "bytes": ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1.0, "bytes")),
+    "B/s": ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1.0, "bytes/s")),
+    "bytes/s": ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"), (1.0, "bytes/s")),
+}
 _MOST_DIGITS = 6
 _SMALLEST_PLAIN = 1e-6
 
@@ -67,6 +76,21 @@ def with_half(mean: float, half: float) -> str:
     return (
         f"{_plain(mean, most)} ± {shown if float(shown.replace(',', '')) else f'less than {bound}'}"
     )
+
+
+def scaled(values: Sequence[float], unit: str) -> tuple[float, str]:
+    """Return a factor and the unit that it converts to, the same for all of ``values``.
+
+    Seconds and bytes get a unit in which the largest value is at least one; other units stay.
+    """
+    largest = max((abs(value) for value in values), default=0.0)
+    scales = _SCALES.get(unit, ())
+    if not scales or largest == 0:
+        return 1.0, unit
+    for size, name in scales:
+        if largest >= size:
+            return 1 / size, name
+    return 1 / scales[-1][0], scales[-1][1]
 
 
 def _place(value: float) -> int:

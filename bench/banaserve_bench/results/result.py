@@ -247,7 +247,7 @@ def result(
 def write(record: Result, path: Path) -> None:
     """Write ``record`` as JSON; a reader sees the old file or the whole new one.
 
-    Numbers are rounded to a millionth, and to seven digits below one: no clock tells more.
+    Numbers have five significant digits, which is more than any run repeats; whole ones stay.
 
     Raises:
         UserError: The file cannot be written.
@@ -282,7 +282,7 @@ def write(record: Result, path: Path) -> None:
 def _rounded(value: Any) -> Any:
     match value:
         case float():
-            return round(value, 6) if abs(value) >= 1 else float(f"{value:.7g}")
+            return value if value.is_integer() else float(f"{value:.5g}")
         case list():
             return [_rounded(one) for one in value]
         case dict():

@@ -36,9 +36,8 @@ from banaserve_bench.loadgen.loops import run_fast
 from banaserve_bench.loadgen.modelled_time import modelled_time
 from banaserve_bench.loadgen.target import ServerUnderTest, find_target, load_tokenizer, try_out
 from banaserve_bench.results import result
-from banaserve_bench.results.figure_text import interval_text
+from banaserve_bench.results.figure_text import NO_VALUE, interval_text
 from banaserve_bench.results.result import ModelledTime
-from banaserve_bench.results.units import NO_VALUE
 from banaserve_bench.serving.cell import CellId, Progress
 from banaserve_bench.serving.run import (
     RunFolder,

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 import small_model
+import written_prompts
 from banaserve.base import models
-from banaserve_bench.datasets import prompts as datasets_prompts
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from fork_server import ForkServer
 from observing import until, writer
@@ -88,7 +88,7 @@ def model() -> models.ResolvedModel:
 def prompts(model: models.ResolvedModel) -> list[list[int]]:
     """Three whole blocks each, so that decoding begins a fourth."""
     tokenize = tokenizer(model.path_or_id)
-    found = datasets_prompts.prompts("synthetic", NUM_PROMPTS, 400, 500, 31, tokenize)
+    found = written_prompts.prompts("synthetic", NUM_PROMPTS, 400, 500, 31, tokenize)
     return [tokenize(prompt.text)[: 3 * BLOCK_TOKENS] for prompt in found]
 
 

@@ -20,9 +20,9 @@ from banaserve_bench.loadgen.servers import Server
 from banaserve_route.balancer.config import BalancerSettings
 from banaserve_route.policies.interface import Need
 from banaserve_route.policies.registry import POLICIES
-from benchmarks.router.link import RegionLink
 from fork_server import ForkServer
 from ports import free_port
+from region_link import RegionLink
 from server_run import Run
 from waiting import thinks, until
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.router.clients import ClientLoad
-from benchmarks.router.faults import account, kill_and_bring_back
-from benchmarks.router.regions import REGIONS, RegionPlan, World
+from region_accounts import account, kill_and_bring_back
+from region_clients import ClientLoad
+from region_processes import REGIONS, World
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
 async def test_nobody_is_lost_or_doubled_while_parts_of_three_regions_die(tmp_path: Path) -> None:
-    async with World(RegionPlan("skywalker"), tmp_path) as world:
+    async with World(tmp_path) as world:
         load = ClientLoad(world, dict.fromkeys(REGIONS, 6), seed=1, output_tokens=16)
         try:
             await kill_and_bring_back(world, load)

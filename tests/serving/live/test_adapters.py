@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
+import written_prompts
 from adapter_files import RANK, write_adapter
 from banaserve.base import models
-from banaserve_bench.datasets import prompts
 from banaserve_bench.loadgen.servers import banaserve_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -37,7 +37,7 @@ def door() -> Iterator[httpx.Client]:
 @pytest.fixture(scope="module")
 def prompt() -> str:
     """Longer than a block, so that its beginning is kept."""
-    (made,) = prompts.prompts("synthetic", 1, 300, 300, 4, str.split)
+    (made,) = written_prompts.prompts("synthetic", 1, 300, 300, 4, str.split)
     return made.text
 
 

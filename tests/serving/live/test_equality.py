@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import written_prompts
 from banaserve.base import models
 from banaserve.base.config.serve_config import DEFAULT_SKIP_PREFILL_BELOW_TOKENS
-from banaserve_bench.datasets import prompts as datasets_prompts
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve_bench.loadgen.loops import closed_loop
 from depth import IS_LONG
@@ -55,7 +55,7 @@ def real_prompts(tokenize: Callable[[str], list[int]]) -> list[list[int]]:
     ]
     found = []
     for number, (kind, count, low, high) in enumerate(shapes):
-        found += datasets_prompts.prompts(kind, count, low, high, SEED + number, tokenize, data)
+        found += written_prompts.prompts(kind, count, low, high, SEED + number, tokenize, data)
     return [tokenize(prompt.text) for prompt in found]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from banaserve_bench.datasets import prompts
+import written_prompts
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from observing import until, writer, writers
 from server_run import Run
@@ -32,7 +32,7 @@ def run_dir(server: Run) -> Path:
 
 @pytest.fixture(scope="module")
 def calls() -> list[CompletionCall]:
-    texts = prompts.prompts("synthetic", NUM_STREAMS, 60, 200, 4, str.split)
+    texts = written_prompts.prompts("synthetic", NUM_STREAMS, 60, 200, 4, str.split)
     return [
         CompletionCall(str(i), prompt=prompt.text, max_tokens=48, extra={"ignore_eos": True})
         for i, prompt in enumerate(texts)
@@ -111,7 +111,7 @@ def test_legs_that_share_a_prefix_answer_when_what_they_wait_for_dies(
     victim: str, server: Run, run_dir: Path
 ) -> None:
     """One prefill instance computes the prefix, the other one's legs wait for it in the store."""
-    (prefix,) = prompts.prompts("synthetic", 1, 500, 520, len(victim), str.split)
+    (prefix,) = written_prompts.prompts("synthetic", 1, 500, 520, len(victim), str.split)
     # Long enough that none has ended before all have come.
     calls = [CompletionCall(str(i), prompt=f"{prefix.text} {i}", max_tokens=64) for i in range(12)]
 

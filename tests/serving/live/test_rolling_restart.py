@@ -19,10 +19,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import small_model
+import written_prompts
 from banaserve.base.errors import UserError
 from banaserve.cli.main import main
 from banaserve.contracts.restart_api import RestartRequest, RollingRestart
-from banaserve_bench.datasets import prompts
 from fork_server import ForkServer
 from reference import reference_tokens, tokenizer
 from restart_load import NUM_STREAMS, Load, admin_of, is_wrong, loaded, pids_of, restarted
@@ -43,8 +43,8 @@ CHOSEN = ("greedy", "seeded", "penalties", "logprobs", "three", "unseeded", "jso
 
 @pytest.fixture(scope="module")
 def kinds() -> dict[str, Kind]:
-    (long,) = prompts.prompts("synthetic", 1, 150, 200, 9, str.split)
-    (short,) = prompts.prompts("synthetic", 1, 60, 80, 10, str.split)
+    (long,) = written_prompts.prompts("synthetic", 1, 150, 200, 9, str.split)
+    (short,) = written_prompts.prompts("synthetic", 1, 60, 80, 10, str.split)
     found = made_kinds(tokenizer(small_model.resolve().path_or_id)(long.text), short.text)
     return {name: found[name] for name in CHOSEN}
 

@@ -9,12 +9,12 @@ import httpx
 import pytest
 
 import small_model
+import written_prompts
 from banaserve.base.errors import UserError
 from banaserve.base.platform.run_dir import find_admin
 from banaserve.cli.main import main
 from banaserve.contracts.instances import Scaling
 from banaserve.frontdoor.admin_client import AdminClient
-from banaserve_bench.datasets import prompts
 from observing import until, writers
 from reference import tokenizer
 from scaling_streams import Streams, has_served, ids_of, one_of_each_again, scaled, series_of
@@ -42,8 +42,8 @@ KINDS = (
 
 @pytest.fixture(scope="module")
 def kinds() -> dict[str, Kind]:
-    (long,) = prompts.prompts("synthetic", 1, 150, 200, 9, str.split)
-    (short,) = prompts.prompts("synthetic", 1, 60, 80, 10, str.split)
+    (long,) = written_prompts.prompts("synthetic", 1, 150, 200, 9, str.split)
+    (short,) = written_prompts.prompts("synthetic", 1, 60, 80, 10, str.split)
     ids = tokenizer(small_model.resolve().path_or_id)(long.text)
     made = made_kinds(ids, short.text)
     for name in LONG:

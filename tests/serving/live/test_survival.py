@@ -21,12 +21,12 @@ import httpx
 import pytest
 
 import small_model
+import written_prompts
 from adapter_files import RANK, write_adapter
 from banaserve.base.errors import UserError
 from banaserve.base.platform.run_dir import find_admin
 from banaserve.contracts.control_api import RoleRequest
 from banaserve.frontdoor.admin_client import AdminClient
-from banaserve_bench.datasets import prompts
 from depth import IS_LONG, chosen_seed
 from fork_server import ForkServer
 from observing import writer
@@ -52,13 +52,13 @@ An instance that has ended more than five times without serving for 10 s is give
 
 @pytest.fixture(scope="module")
 def prompt() -> list[int]:
-    (made,) = prompts.prompts("synthetic", 1, 150, 200, 9, str.split)
+    (made,) = written_prompts.prompts("synthetic", 1, 150, 200, 9, str.split)
     return tokenizer(small_model.resolve().path_or_id)(made.text)
 
 
 @pytest.fixture(scope="module")
 def kinds(prompt: list[int]) -> dict[str, Kind]:
-    (made,) = prompts.prompts("synthetic", 1, 60, 80, 10, str.split)
+    (made,) = written_prompts.prompts("synthetic", 1, 60, 80, 10, str.split)
     return made_kinds(prompt, made.text)
 
 

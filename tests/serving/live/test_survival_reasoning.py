@@ -17,11 +17,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 import small_model
+import written_prompts
 from banaserve.base.platform.run_dir import find_admin
 from banaserve.contracts.instances import DrainState
 from banaserve.contracts.trace_events import LegBegan
 from banaserve.frontdoor.admin_client import AdminClient
-from banaserve_bench.datasets import prompts
 from observing import writer
 from reference import tokenizer
 from server_run import Run
@@ -104,7 +104,7 @@ def has_room(answer: Answer) -> bool:
 
 @pytest.fixture(scope="module")
 def kinds() -> dict[str, list[Kind]]:
-    long, short = prompts.prompts("synthetic", 2, 60, 200, 9, str.split)
+    long, short = written_prompts.prompts("synthetic", 2, 60, 200, 9, str.split)
     return made_kinds(tokenizer(small_model.resolve().path_or_id)(long.text), short.text)
 
 

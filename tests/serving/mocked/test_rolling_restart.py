@@ -22,10 +22,10 @@ import pytest
 
 import mock_core
 import small_model
+import written_prompts
 from banaserve.base.errors import UserError
 from banaserve.cli.main import main
 from banaserve.contracts.restart_api import RestartRequest, RollingRestart
-from banaserve_bench.datasets import prompts
 from mock_facts import MockOptions, Trouble
 from mock_run import MockRun
 from reference import tokenizer
@@ -44,8 +44,8 @@ MANY = 16
 
 @pytest.fixture(scope="module")
 def kinds() -> dict[str, Kind]:
-    (long,) = prompts.prompts("synthetic", 1, 150, 200, 9, str.split)
-    (short,) = prompts.prompts("synthetic", 1, 60, 80, 10, str.split)
+    (long,) = written_prompts.prompts("synthetic", 1, 150, 200, 9, str.split)
+    (short,) = written_prompts.prompts("synthetic", 1, 60, 80, 10, str.split)
     found = made_kinds(tokenizer(small_model.resolve().path_or_id)(long.text), short.text)
     return {name: found[name] for name in CHOSEN}
 

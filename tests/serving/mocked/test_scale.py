@@ -17,13 +17,13 @@ import psutil
 import pytest
 
 import small_model
+import written_prompts
 from banaserve.base.errors import UserError
 from banaserve.base.platform.run_dir import find_admin
 from banaserve.cli.main import main
 from banaserve.contracts.control_api import ScaleRequest
 from banaserve.contracts.instances import Scaling
 from banaserve.frontdoor.admin_client import AdminClient
-from banaserve_bench.datasets import prompts
 from mock_facts import MockOptions
 from mock_run import MockRun
 from observing import until, writers
@@ -55,8 +55,8 @@ ENDLESS_STARTS = MockOptions(start_ms=600_000.0)
 
 @pytest.fixture(scope="module")
 def kinds() -> dict[str, Kind]:
-    (long,) = prompts.prompts("synthetic", 1, 150, 200, 9, str.split)
-    (short,) = prompts.prompts("synthetic", 1, 60, 80, 10, str.split)
+    (long,) = written_prompts.prompts("synthetic", 1, 150, 200, 9, str.split)
+    (short,) = written_prompts.prompts("synthetic", 1, 60, 80, 10, str.split)
     ids = tokenizer(small_model.resolve().path_or_id)(long.text)
     made = made_kinds(ids, short.text)
     for name in LONG:

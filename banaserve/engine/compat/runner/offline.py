@@ -10,12 +10,6 @@ from vllm.engine.arg_utils import EngineArgs
 __all__ = ["LLM", "EngineArgs", "SamplingParams"]
 
 
-def running_requests(engine: Any) -> list[Any]:
-    """Return the running requests of the scheduler in an ``LLM``'s engine."""
-    running: list[Any] = engine.engine_core.engine_core.scheduler.running
-    return running
-
-
 def scheduler_connector(engine: Any) -> Any:
     """Return the connector of an ``LLM``'s engine in the scheduler's role."""
     return engine.engine_core.engine_core.scheduler.connector

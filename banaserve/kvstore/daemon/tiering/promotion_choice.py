@@ -67,7 +67,6 @@ def choose(
         sources: Index in ``tiers`` of the source tier of each block of the run.
         tiers: Speed of each tier's loads, and bytes of the loads that the tier has not finished.
         block_bytes: Size of each block.
-        compute_block_s: Time to compute one block, in seconds.
         wait_s: Time that the client waits anyway for blocks before the run, in seconds.
     """
     queued = [queued_bytes for _, queued_bytes in tiers]

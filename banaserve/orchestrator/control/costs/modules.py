@@ -48,7 +48,6 @@ def hop_s(profile: Profile, module: Module, tokens: int, distance: Distance | No
     """Return the time that messages to and from a remote module add to a step, in seconds.
 
     Args:
-        tokens: Number of tokens of the step.
         distance: Network path to the guest's machine; None if the guest is on the same machine.
     """
     link = profile.link.over(distance)

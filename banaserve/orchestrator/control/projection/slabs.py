@@ -54,7 +54,6 @@ class Home(NamedTuple):
 
     Attributes:
         layers: Number of whole layers at home.
-        slabs: Number of slabs at home.
     """
 
     layers: int

@@ -22,9 +22,7 @@ class PastError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         at: Time of the confirmation, in ISO 8601.
-        profile: Name of the profile.
         digest: Digest of the step times; other ones have had other errors.
-        system: Name of the system.
         place: ``paced`` for paced engines, ``url`` for a running server.
         ttft: Relative error of the predicted mean TTFT, with its sign.
         tpot: Relative error of the predicted mean TPOT, with its sign.

@@ -22,7 +22,6 @@ class ProbeReport(NamedTuple):
     Attributes:
         profile: Profile with these step times, which states source and error.
         samples: Samples of the rounds that are used.
-        num_rounds: Number of all rounds.
         assumed: Parts of the profile that are assumed, each with the remedy.
     """
 

@@ -68,7 +68,6 @@ class InstanceShape:
     """What candidates of one kind of instance have in common.
 
     Attributes:
-        gpus: Number of GPUs of an instance.
         token_bytes: Size of the KV of a token, of the whole instance.
         is_one_of_several: True if instances of other numbers of GPUs are candidates, too.
     """

@@ -18,7 +18,6 @@ class AskedEngine(NamedTuple):
 
     Attributes:
         tensor_parallel: Number of GPUs of each instance; None to try several.
-        num_gpus: Number of GPUs in all.
         link_bytes_per_s: Bandwidth of a GPU's share of the network; None for the usual one.
     """
 

@@ -1,7 +1,12 @@
-"""Closed loops of clients on simulated engines, split or aggregated."""
+"""Closed loops of clients on simulated engines, split or aggregated.
+
+A client has one request at a time, and sends ten in the mean, with lengths between 0.8 and 1 of the
+largest.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -14,10 +19,8 @@ from banaserve.sim.instances.engine import SimEngine
 from banaserve.sim.request import SimRequest
 from banaserve.sim.timeline import Timeline
 from banaserve_bench.silicon.costs import EngineConstants, MeasuredCosts
-from benchmarks.plan.engines import STEP_TOKENS
-from benchmarks.plan.runs import EngineGroup, ServedRun
-from benchmarks.silicon import Floats
-from benchmarks.whole_runs import KnownEngine, Simulated
+from banaserve_bench.silicon.linear import Floats
+from banaserve_bench.silicon.step_times import GpuStepTimes
 
 _PROFILE = load("llama-3.1-8b-h100")
 """Gives a simulated engine what step times do not need."""
@@ -41,67 +44,94 @@ class RunConstants(NamedTuple):
     way_token_s: float = 0.0
 
 
-class ServedLoop:
-    """Clients of simulated engines, each with one request at a time.
+class LoopEngines(NamedTuple):
+    """Equal engines.
+
+    Attributes:
+        kv_tokens: Number of tokens that fit into the KV cache of each.
+        step_tokens: Maximum number of tokens of a step.
+    """
+
+    number: int
+    times: GpuStepTimes
+    kv_tokens: int
+    step_tokens: int
+
+
+class Simulated(NamedTuple):
+    """Means of a simulated run in seconds, and what an output token waits for in the mean.
+
+    Attributes:
+        parts: GPU time of steps that only decode, of other steps, steps, and requests in them.
+    """
+
+    ttft_s: float
+    tpot_s: float
+    parts: Floats
+
+
+class ClosedLoop:
+    """Clients of simulated engines.
 
     Of a split, a prompt is computed by the prefill engine with the fewest requests, and decoded by
     the decode engine with the fewest.
 
     Args:
-        prefill: Operators of an engine that only computes prompts; None if there is none.
+        lengths: Largest number of prompt tokens, and of output tokens.
+        prefill: Engines that only compute prompts; None if all do both.
         slowdown: Factor of all step times.
     """
 
     def __init__(
         self,
-        run: ServedRun,
-        engine: KnownEngine,
-        prefill: KnownEngine | None,
+        clients: int,
+        lengths: Sequence[int],
+        engines: LoopEngines,
+        prefill: LoopEngines | None,
         constants: RunConstants,
         slowdown: float = 1.0,
     ) -> None:
         random = np.random.default_rng(0)
-        num_requests = _REQUESTS_PER_CLIENT * run.clients
+        num_requests = _REQUESTS_PER_CLIENT * clients
         self._prompts, self._outputs = (
             random.integers(int(_LEAST_LENGTH * most), most + 1, num_requests).tolist()
-            for most in (run.prompt_tokens, run.output_tokens)
+            for most in lengths
         )
         self._timeline = Timeline()
-        self._run, self._known, self._slowdown = run, constants, slowdown
+        self._clients, self._known, self._slowdown = clients, constants, slowdown
         self._parts: dict[InstanceId, Floats] = {}
-        self._decoders = self._engines("d", run.engines, engine, constants.engine)
+        self._decoders = self._engines("d", engines, constants.engine)
         self._entries = self._decoders
-        if run.prefill is not None and prefill is not None:
-            self._entries = self._engines("p", run.prefill, prefill, constants.prefill)
+        if prefill is not None:
+            self._entries = self._engines("p", prefill, constants.prefill)
         self._begun: dict[int, tuple[InstanceId, Floats]] = {}
         self._sent = 0
         self._ended: list[tuple[float, float, Floats]] = []
 
     def run(self) -> Simulated:
         """Return the means over all requests."""
-        for _ in range(self._run.clients):
+        for _ in range(self._clients):
             self._send()
         self._timeline.run()
         ttft, tpot, parts = (np.mean(one, axis=0) for one in zip(*self._ended, strict=True))
         return Simulated(float(ttft), float(tpot), parts)
 
     def _engines(
-        self, role: str, workers: EngineGroup, known: KnownEngine, constants: EngineConstants
+        self, role: str, engines: LoopEngines, constants: EngineConstants
     ) -> list[SimEngine]:
-        groups = workers.shape.data_parallel
         limits = EngineLimits(
-            groups * STEP_TOKENS, self._run.clients, plans_ahead=constants.steps_in_flight > 1
+            engines.step_tokens, self._clients, plans_ahead=constants.steps_in_flight > 1
         )
         found = []
-        for number in range(workers.number):
-            costs = MeasuredCosts(_PROFILE, known.times, constants)
+        for number in range(engines.number):
+            costs = MeasuredCosts(_PROFILE, engines.times, constants)
             costs.slowdown = self._slowdown
             engine = SimEngine(
                 InstanceId(f"{role}{number}"),
                 self._timeline,
                 costs,
                 limits,
-                groups * known.kv_tokens,
+                engines.kv_tokens,
                 self._fetch,
                 self._prefilled,
                 self._end,
@@ -126,7 +156,7 @@ class ServedLoop:
         min(self._entries, key=_num_requests).submit(request)
 
     def _prefilled(self, engine: SimEngine, request: SimRequest) -> bool:
-        if self._run.prefill is None:
+        if self._entries is self._decoders:
             self._begin(engine, request)
             return True
         engine.release(request.kv_tokens)

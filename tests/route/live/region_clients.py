@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import monotonic
 
-from benchmarks.router.regions import ANSWER_S, HOME_ONLY, REGIONS, World
+from region_processes import ANSWER_S, HOME_ONLY, REGIONS, World
+from waiting import thinks
 
 
 @dataclass(slots=True)
@@ -107,7 +108,7 @@ class ClientLoad:
             if kind:
                 told.num_broken[kind] += 1
                 attempt += 1
-                await asyncio.sleep(0.05 + 0.1 * draw.random())
+                await thinks(0.05 + 0.1 * draw.random())
 
     async def _try(self, told: Told, name: str, prompt: str, key: str) -> str:
         """Ask once; return what went wrong, or an empty string."""

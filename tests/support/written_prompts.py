@@ -1,16 +1,21 @@
-"""Synthetic English prompts: sentences from a small grammar, different for each seed.
+"""English prompts of wanted lengths: from data files, or sentences of a small grammar by a seed.
 
-The prompts are used where no data files are available. Their words are real and their sentences
-grammatical, so tokenizers and caches see ordinary text; the content is nonsense, and no benchmark
-of quality may use it.
+The words of synthetic prompts are real and their sentences grammatical, so tokenizers and caches
+see ordinary text; the content is nonsense.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from pathlib import Path
 from typing import NamedTuple
+
+from banaserve_bench.datasets.entries import read_entries
+from banaserve_bench.datasets.files import dataset_files
+from banaserve_bench.datasets.items import Tokenize, without_middle
 
 
 class Topic(NamedTuple):
@@ -163,7 +168,7 @@ _PASSAGE_FROM_TOKENS = 120
 _TITLE = "{number} notes on the {quality} {thing} of {place}, collected by {person}"
 
 
-def write_prompt(seed: str, target_tokens: int, tokenize: Callable[[str], Sequence[int]]) -> str:
+def write_prompt(seed: str, target_tokens: int, tokenize: Tokenize) -> str:
     """Return a prompt of about ``target_tokens``: a few more or less, never less than a sentence.
 
     The same seed, target and tokenizer give the same text; another seed gives other first words.
@@ -187,7 +192,7 @@ def _grown(
     draws: random.Random,
     topic: Topic,
     target_tokens: int,
-    tokenize: Callable[[str], Sequence[int]],
+    tokenize: Tokenize,
 ) -> str:
     """Add sentences, in paragraphs, until the next one would exceed the target."""
     parts = [text]
@@ -205,9 +210,7 @@ def _grown(
             left_in_paragraph = draws.randint(4, 7)
 
 
-def _filled(
-    text: str, draws: random.Random, target_tokens: int, tokenize: Callable[[str], Sequence[int]]
-) -> str:
+def _filled(text: str, draws: random.Random, target_tokens: int, tokenize: Tokenize) -> str:
     """Add short exclamations up to the target, since sentences do not come in every length."""
     fillers = list(FILLERS)
     draws.shuffle(fillers)
@@ -248,3 +251,77 @@ def _with_right_article(text: str) -> str:
         if word in ("a", "A") and following[:1].lower() in set("aeiou"):
             words[place] = word + "n"
     return " ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt, and its length by the tokenizer that it was chosen with."""
+
+    text: str
+    num_tokens: int
+
+
+def prompts(
+    kind: str,
+    count: int,
+    min_tokens: int,
+    max_tokens: int,
+    seed: int,
+    tokenize: Tokenize,
+    data: Path | None = None,
+) -> list[Prompt]:
+    """Return ``count`` different prompts of ``min_tokens`` to ``max_tokens`` tokens.
+
+    Texts of other lengths are skipped, except that LongBench texts that are too long lose their
+    middle, as LongBench itself does it. Equal arguments give equal prompts.
+
+    Args:
+        kind: alpaca or longbench, from the files in ``data``, or synthetic.
+    """
+    draws = random.Random(f"{seed} {kind}")
+    if kind == "synthetic":
+        fitting = _synthetic(count, min_tokens, max_tokens, seed, draws, tokenize)
+    else:
+        fitting = _fitting(kind, min_tokens, max_tokens, draws, tokenize, data)
+    found = list(islice(fitting, count))
+    assert len(found) == count, f"{len(found)} of {count} {kind} prompts have these lengths"
+    return found
+
+
+def _fitting(
+    kind: str,
+    min_tokens: int,
+    max_tokens: int,
+    draws: random.Random,
+    tokenize: Tokenize,
+    data: Path | None,
+) -> Iterator[Prompt]:
+    entries = [entry for file in dataset_files(kind, data) for entry in read_entries(file)]
+    texts = list({entry.text: None for entry in entries if entry.text is not None})
+    draws.shuffle(texts)
+    for text in texts:
+        num_tokens = len(tokenize(text))
+        if kind == "longbench" and num_tokens > max_tokens:
+            text = without_middle(text, draws.randint(min_tokens, max_tokens), tokenize)
+            num_tokens = len(tokenize(text))
+        if min_tokens <= num_tokens <= max_tokens:
+            yield Prompt(text, num_tokens)
+
+
+def _synthetic(
+    count: int,
+    min_tokens: int,
+    max_tokens: int,
+    seed: int,
+    draws: random.Random,
+    tokenize: Tokenize,
+) -> Iterator[Prompt]:
+    """Yield synthetic prompts; an attempt that misses the lengths is replaced by another one."""
+    seen: set[str] = set()
+    for attempt in range(count * 50):
+        target_tokens = draws.randint(min_tokens, max_tokens)
+        text = write_prompt(f"{seed} {attempt}", target_tokens, tokenize)
+        num_tokens = len(tokenize(text))
+        if min_tokens <= num_tokens <= max_tokens and text not in seen:
+            seen.add(text)
+            yield Prompt(text, num_tokens)

@@ -8,23 +8,22 @@ theirs is gone, as clients of one DNS name would.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from time import monotonic
 from types import TracebackType
 from typing import Any
 
-from banaserve.base.errors import BanaServeError
 from banaserve_bench.loadgen.servers import end_with_parent, free_port
-from benchmarks.router.link import RegionLink
+from benchmarks.location import environment
+from region_link import RegionLink
+from waiting import until
 
 ROUND_TRIP_MS = {("us", "asia"): 145.4, ("us", "eu"): 99.1, ("asia", "eu"): 222.5}
 """Round trips between us-east-2, ap-northeast-1 and eu-central-1 of AWS, SkyWalker's regions;
@@ -34,6 +33,9 @@ REGIONS = ("us", "eu", "asia")
 HOME_ONLY = "eu"
 """Region that alone may serve every third of its clients."""
 
+_REPLICA = Path(__file__).with_name("simulated_replica.py")
+_NUM_REPLICAS = 2
+"""Number of replicas of each region."""
 _START_S = 60.0
 ANSWER_S = 60.0
 KEYS: dict[str, tuple[str, ...]] = {"any": (), "home": (HOME_ONLY,)}
@@ -47,22 +49,6 @@ def round_trip_ms(one: str, other: str) -> float:
     return ROUND_TRIP_MS.get((one, other)) or ROUND_TRIP_MS[other, one]
 
 
-@dataclass(frozen=True, slots=True)
-class RegionPlan:
-    """Plan of the processes to start.
-
-    Attributes:
-        options: Options of the policy.
-        slower: Factor on the round trips of the links.
-    """
-
-    policy: str
-    preset: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
-    replicas: int = 2
-    slower: float = 1.0
-
-
 class Process:
     """A process that can be killed and started again on the same port."""
 
@@ -72,21 +58,10 @@ class Process:
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
-        """Start the process; return when it answers.
-
-        Raises:
-            BanaServeError: The process does not answer.
-        """
+        """Start the process; return when it listens."""
         process = self._begin()
-        until_s = monotonic() + _START_S
-        while monotonic() < until_s and process.poll() is None:
-            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-                await ask(
-                    self.port, b"GET /health HTTP/1.1\r\nHost: b\r\nConnection: close\r\n\r\n"
-                )
-                return
-            await asyncio.sleep(0.05)
-        raise BanaServeError(f"a process did not start: {self._log.read_text()[-300:]}")
+        await until(lambda: process.poll() is not None or _listens(self.port), _START_S)
+        assert process.poll() is None, self._log.read_text()[-300:]
 
     def _begin(self) -> subprocess.Popen[bytes]:
         with self._log.open("ab") as log:
@@ -94,7 +69,7 @@ class Process:
                 self._command,
                 stdout=log,
                 stderr=log,
-                env={"OMP_NUM_THREADS": "1", **os.environ},
+                env={"OMP_NUM_THREADS": "1", **environment()},
                 start_new_session=True,
                 preexec_fn=end_with_parent,
             )
@@ -108,19 +83,9 @@ class Process:
             self._process.wait()
 
 
-async def ask(port: int, request: bytes) -> bytes:
-    """Send ``request``; return everything that comes back until the other side closes.
-
-    Raises:
-        OSError: Nothing listens, or the connection broke.
-    """
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        writer.write(request)
-        async with asyncio.timeout(ANSWER_S):
-            return await reader.read()
-    finally:
-        writer.transport.abort()
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 class World:
@@ -130,8 +95,8 @@ class World:
         replicas: Replicas by region.
     """
 
-    def __init__(self, plan: RegionPlan, folder: Path) -> None:
-        self.plan, self.folder = plan, folder
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.balancers: dict[str, Process] = {}
         self.replicas: dict[str, list[Process]] = {}
         self.links: dict[tuple[str, str], RegionLink] = {}
@@ -169,10 +134,10 @@ class World:
         for one in REGIONS:
             for other in REGIONS:
                 if one != other:
-                    delay_s = self.plan.slower * round_trip_ms(one, other) / 2000
+                    delay_s = round_trip_ms(one, other) / 2000
                     self.links[one, other] = await RegionLink(ports[other], delay_s).start()
         for name in REGIONS:
-            self.replicas[name] = [self._replica(name, n) for n in range(self.plan.replicas)]
+            self.replicas[name] = [self._replica(name, n) for n in range(_NUM_REPLICAS)]
         await asyncio.gather(*(one.start() for each in self.replicas.values() for one in each))
         for name in REGIONS:
             self.balancers[name] = self._balancer(name, ports[name])
@@ -186,7 +151,7 @@ class World:
 
     def _replica(self, region: str, number: int) -> Process:
         port, served = free_port(), self.folder / f"served-{region}-{number}"
-        command = [sys.executable, "-m", "benchmarks.router.engine", str(port), str(served)]
+        command = [sys.executable, str(_REPLICA), str(port), str(served)]
         return Process(command, port, self.folder / f"replica-{region}-{number}.log")
 
     def _balancer(self, region: str, port: int) -> Process:
@@ -196,8 +161,6 @@ class World:
         return Process(command, port, self.folder / f"balancer-{region}.log")
 
     def _settings(self, region: str, port: int) -> dict[str, Any]:
-        plan = self.plan
-
         def replicas(name: str) -> list[dict[str, str]]:
             return [
                 {"url": f"http://127.0.0.1:{one.port}", "id": f"{name}-{number}"}
@@ -209,7 +172,7 @@ class World:
             "port": port,
             "peer_key": "between-us",
             "tenants": [{"key": key, "regions": list(where)} for key, where in KEYS.items()],
-            "policy": {"name": plan.policy, "preset": plan.preset, "options": plan.options},
+            "policy": {"name": "skywalker"},
             "replicas": replicas(region),
             "peers": [
                 {"region": other, "url": self.links[region, other].url, "replicas": replicas(other)}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from benchmarks.router.clients import ClientLoad
-from benchmarks.router.regions import HOME_ONLY, REGIONS, World
+from region_clients import ClientLoad
+from region_processes import HOME_ONLY, REGIONS, World
 
 
 @dataclass(frozen=True, slots=True)

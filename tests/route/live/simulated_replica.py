@@ -1,4 +1,4 @@
-"""Replica whose engine is simulated: ``python -m benchmarks.router.engine PORT LOG``.
+"""Replica whose engine is simulated: ``python simulated_replica.py PORT LOG``.
 
 The simulator's engine (batches, chunked prefill, memory, a prefix cache) in real time, behind the
 OpenAI API as far as a balancer needs it. A prompt's last word names the request; the answer repeats
@@ -12,7 +12,6 @@ import json
 import os
 import sys
 from collections.abc import Awaitable, Callable
-from hashlib import blake2b
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -29,12 +28,11 @@ from banaserve_route.sim.replica import (
     ReplicaJob,
     SimReplica,
 )
+from benchmarks.prompt_digests import CHARS_A_TOKEN, digests
 
 SPEC = Accelerator(20.0, 0.2, 0.2, 24_000, 16_000, 16, 2048)
 """Modelled accelerator, two to three times as fast as an L4: many requests in a few seconds."""
 
-CHARS_A_TOKEN = 4
-_BLOCK_CHARS = BLOCK_TOKENS * CHARS_A_TOKEN
 _STREAM = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 )
@@ -72,16 +70,6 @@ class Engine:
         if (next_s := self._timeline.next_s) is not None:
             delay_s = max(0.0, next_s - (monotonic() - self._began_s))
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._catch_up)
-
-
-def digests(text: bytes) -> bytes:
-    """Return a chained digest for each whole block of ``text``."""
-    units, unit = [], b""
-    for start in range(0, len(text) - _BLOCK_CHARS + 1, _BLOCK_CHARS):
-        block = unit + text[start : start + _BLOCK_CHARS]
-        unit = blake2b(block, digest_size=UNIT_BYTES).digest()
-        units.append(unit)
-    return b"".join(units)
 
 
 def job_of(
