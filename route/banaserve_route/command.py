@@ -104,6 +104,9 @@ class RouteOptions:
     ssl_certfile: str = option("serve HTTPS; read again on change", "", metavar="FILE")
     ssl_keyfile: str = option("its key, where in a file of its own", "", metavar="FILE")
     replica_ca: str = option("authorities of https:// replicas", "", metavar="FILE")
+    processes: int = option(
+        "processes that relay bytes; with 2 or more, one more decides", _DEFAULTS.processes
+    )
     decision_log: str = option("file that gets one JSON line a request", "", metavar="FILE")
     traces: str = option("OTLP collector, such as http://HOST:4318", "", metavar="URL")
     health_path: str = option("path that probes of replicas ask for", _DEFAULTS.health.path)
@@ -164,8 +167,10 @@ def route_command(argv: Sequence[str]) -> int:
     raise_descriptor_limit()
     if (allowed := max_connections(settings)) < settings.limits.max_connections:
         say(f"{allowed} connections of clients at most: file descriptors (ulimit -n) allow no more")
-    # Bound early: a port found in use only later would cost minutes.
-    with bind(settings.host, settings.port) as sock:
+    # Bound early: a port found in use only later would cost minutes. Twice, since a socket that can
+    # be shared would be bound beside that of a balancer that runs already.
+    bind(settings.host, settings.port).close()
+    with bind(settings.host, settings.port, is_shared=settings.processes > 1) as sock:
         say(f"looking at {len(settings.replicas)} replicas and {len(settings.peers)} peers")
         discovery = Discovery(settings, print_error)
         code = server.run(make, discovery, sock, lambda: _banner(balancers[0]), asked.config)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from contextlib import ExitStack
 
 import msgspec
 import pytest
 import uvloop
+from msgspec import structs
 
+from banaserve.frontdoor.lifecycle.listening_socket import bind
 from banaserve_route.balancer.balancer import Balancer
 from banaserve_route.balancer.config import (
     BalancerSettings,
@@ -18,7 +19,9 @@ from banaserve_route.balancer.config import (
     PolicySettings,
     ReplicaSettings,
 )
-from banaserve_route.balancer.server import listen, tick
+from banaserve_route.balancer.http.listening import listen
+from banaserve_route.balancer.relays.processes import Relays
+from banaserve_route.balancer.server import tick
 from benchmarks.router.link import RegionLink
 from ports import held_port
 from waiting import until
@@ -193,9 +196,10 @@ class Caller:
 class House:
     """The balancer under test with its replicas and clients."""
 
-    def __init__(self):
+    def __init__(self, processes):
+        self.processes = processes
         self.log = []
-        self.balancers = []
+        self.balancers, self.relays = [], []
         self._open = []
         self._ports = ExitStack()
 
@@ -219,13 +223,19 @@ class House:
 
     async def open(self, settings, port=0, log=None):
         """Returns a balancer that serves, its port, and a function that kills it."""
+        # Each relay binds the port too.
+        port = port or held_port(self._ports)
+        settings = structs.replace(settings, port=port, processes=self.processes)
         balancer = Balancer(settings, (self.log if log is None else log).append)
         await balancer.start()
-        loop = asyncio.get_running_loop()
-        sock = socket.create_server(("127.0.0.1", port))
-        port = sock.getsockname()[1]
-        server = await listen(balancer, sock)
-        ticking = loop.create_task(tick(balancer))
+        sock = bind("127.0.0.1", port, is_shared=self.processes > 1)
+        if self.processes > 1:
+            server = Relays(balancer, sock)
+            self.relays.append(server)
+            await server.start()
+        else:
+            server = await listen(balancer, sock)
+        ticking = asyncio.get_running_loop().create_task(tick(balancer))
 
         def kill():
             server.close()
@@ -260,11 +270,20 @@ class House:
         self._ports.close()
 
 
+def pytest_generate_tests(metafunc):
+    if "processes" in metafunc.fixturenames:
+        is_alone = metafunc.definition.get_closest_marker("one_process") is not None
+        several = () if is_alone else (pytest.param(2, marks=pytest.mark.room),)
+        metafunc.parametrize("processes", [1, *several])
+
+
 @pytest.fixture
-async def house():
-    made = House()
+async def house(processes):
+    made = House(processes)
     yield made
     made.close()
+    for relays in made.relays:
+        await relays.end()
     for balancer in made.balancers:
         await made.until(lambda: not len(balancer.connections))  # noqa: B023
         balancer.fleet.check()

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import uvloop
 
-from banaserve.base.net.sockets import keep_alive
-from banaserve.base.net.tls import Certificates, ClientListener, TlsListener
+from banaserve.base.net.tls import ClientListener
 from banaserve_route.balancer.balancer import TICK_S, Balancer
 from banaserve_route.balancer.config import BalancerSettings
 from banaserve_route.balancer.config_file import follow
 from banaserve_route.balancer.discovery import Discovery
-from banaserve_route.balancer.http.client_connection import ClientConnection
+from banaserve_route.balancer.http.listening import listen
+from banaserve_route.balancer.relays.processes import Relays
 
 _TICKS_A_SLOW_ONE = 5
-_BACKLOG = 2048
-_HANDSHAKE_S = 10.0
 
 
 def run(
@@ -65,40 +64,37 @@ async def serve(
     tasks = [loop.create_task(tick(balancer)), loop.create_task(discovery.follow(balancer))]
     if config is not None:
         tasks.append(loop.create_task(follow(config, balancer, discovery)))
-    server = await listen(balancer, sock)
-    on_ready()
-    try:
-        number = await signals.get()
-        server.close()
-        await drain(balancer, signals)
-    finally:
-        for task in tasks:
-            task.cancel()
-        balancer.close()
+    async with accepting(balancer, sock) as server:
+        on_ready()
+        try:
+            number = await signals.get()
+            server.close()
+            await drain(balancer, signals)
+        finally:
+            for task in tasks:
+                task.cancel()
+            balancer.close()
     return 128 + number
 
 
-async def listen(balancer: Balancer, sock: socket.socket) -> ClientListener:
-    """Accept clients on ``sock``, with TLS if the settings name a certificate.
+@contextlib.asynccontextmanager
+async def accepting(
+    balancer: Balancer, sock: socket.socket
+) -> AsyncIterator[ClientListener | Relays]:
+    """Accept clients on ``sock``, in this process or in relays that end with the block.
 
     Raises:
-        UserError: The certificate cannot be used.
+        UserError: The certificate cannot be used, or a relay does not start.
     """
-    keep_alive(sock)
-    if (tls := balancer.settings.server_tls) is None:
-        loop = asyncio.get_running_loop()
-        return await loop.create_server(
-            lambda: ClientConnection(balancer), sock=sock, backlog=_BACKLOG
-        )
-    balancer.certificates = Certificates(tls, balancer.log)
-    return TlsListener(
-        sock,
-        lambda: ClientConnection(balancer),
-        balancer.certificates,
-        balancer.connections,
-        _HANDSHAKE_S,
-        lambda cause: balancer.dropped(cause, "a connection has ended before its TLS handshake"),
-    )
+    if balancer.settings.processes == 1:
+        yield await listen(balancer, sock)
+        return
+    relays = Relays(balancer, sock)
+    try:
+        await relays.start()
+        yield relays
+    finally:
+        await relays.end()
 
 
 async def tick(balancer: Balancer) -> None:
