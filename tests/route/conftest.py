@@ -271,7 +271,8 @@ class House:
 
 
 def pytest_generate_tests(metafunc):
-    if "processes" in metafunc.fixturenames:
+    given = [one.args[0] for one in metafunc.definition.iter_markers("parametrize")]
+    if "processes" in metafunc.fixturenames and "processes" not in given:
         is_alone = metafunc.definition.get_closest_marker("one_process") is not None
         several = () if is_alone else (pytest.param(2, marks=pytest.mark.room),)
         metafunc.parametrize("processes", [1, *several])

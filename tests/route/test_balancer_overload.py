@@ -151,7 +151,9 @@ async def test_heads_are_bounded(house):
 
 
 async def test_bodies_without_a_key_take_no_places(house):
-    async with known_stream(house, max_requests=3, max_buffered="1KiB") as balancer:
+    async with known_stream(
+        house, max_requests=3, max_buffered="4KiB", max_body="1KiB"
+    ) as balancer:
         for _ in range(10):
             caller = await house.caller()
             await caller.send(

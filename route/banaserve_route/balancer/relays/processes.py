@@ -83,12 +83,13 @@ class Relays:
 
 
 class _Relay:
-    """One relay at a time on one socket."""
+    """One relay at a time on one socket; ``pid`` is its process id."""
 
     def __init__(self, balancer: Balancer, sock: socket.socket) -> None:
         self._balancer, self.sock = balancer, sock
         self.ready = asyncio.Event()
         self._link: RelayLink | None = None
+        self.pid = 0
         self._is_leaving = False
 
     async def run(self) -> None:
@@ -99,7 +100,7 @@ class _Relay:
             how = await self._run_once()
             if self._is_leaving:
                 return
-            self._balancer.log(f"a relay has ended: {how}")
+            self._balancer.log(f"relay {self.pid} has ended: {how}")
             if not self.ready.is_set():
                 return
             self._balancer.metrics.num_relay_ends += 1
@@ -139,6 +140,7 @@ class _Relay:
                 _MODULE, [*map(str, descriptors)], b"", os.environ, pass_fds=descriptors
             )
         ours.setblocking(False)
+        self.pid = process.pid
         return ours, process
 
     def send(self, message: ToRelay) -> None:

@@ -116,10 +116,10 @@ class Relay(asyncio.Protocol):
         self._watch = LoopWatch(_TICK_S)
         self._takers: Mapping[type, Callable[[Any], None]] = {
             RelaySettings: self._take_settings,
-            SendRequest: self._send_request,
-            DropAttempt: self._drop_attempt,
-            WriteAnswer: self._write_answer,
-            EndRequest: self._end_request,
+            SendRequest: self._to_request,
+            DropAttempt: self._to_request,
+            WriteAnswer: self._to_request,
+            EndRequest: self._to_request,
             CloseClient: self._close_client,
             TurnAway: self._turn_away,
             AcceptNoMore: lambda _: self._leave(),
@@ -167,21 +167,9 @@ class Relay(asyncio.Protocol):
             pool.connect_timeout_s = limits.connect_timeout_s
         self.told.set()
 
-    def _send_request(self, told: SendRequest) -> None:
+    def _to_request(self, told: SendRequest | DropAttempt | WriteAnswer | EndRequest) -> None:
         if (request := self._requests.get(told.request)) is not None:
-            request.attempt(told)
-
-    def _drop_attempt(self, told: DropAttempt) -> None:
-        if (request := self._requests.get(told.request)) is not None:
-            request.drop(told.attempt)
-
-    def _write_answer(self, told: WriteAnswer) -> None:
-        if (request := self._requests.get(told.request)) is not None:
-            request.write(told.data)
-
-    def _end_request(self, told: EndRequest) -> None:
-        if (request := self._requests.get(told.request)) is not None:
-            request.end(told.closes)
+            request.take(told)
 
     def _close_client(self, told: CloseClient) -> None:
         if (client := self._clients.get(told.client)) is not None:

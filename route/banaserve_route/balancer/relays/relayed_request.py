@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from banaserve_route.balancer.http import replies
 from banaserve_route.balancer.http.client_connection import ClientConnection
@@ -14,29 +15,14 @@ from banaserve_route.balancer.relays.messages import (
     AnswerBegan,
     AnswerBroke,
     AnswerEnded,
+    DropAttempt,
+    EndRequest,
     SendRequest,
-    ToBalancer,
+    WriteAnswer,
 )
 
-
-class RelayDesk(Protocol):
-    """Relay as its requests see it."""
-
-    def send(self, message: ToBalancer) -> None:
-        """Send a message to the balancer."""
-        ...
-
-    def pool(self, url: str) -> ConnectionPool:
-        """Return the connections to a server."""
-        ...
-
-    def forget(self, request: int) -> None:
-        """Ignore further messages about a request."""
-        ...
-
-    def drop_idle(self) -> None:
-        """Close idle connections to servers, since there are too few descriptors."""
-        ...
+if TYPE_CHECKING:
+    from banaserve_route.balancer.relays.relay import Relay
 
 
 class RelayedRequest:
@@ -50,26 +36,40 @@ class RelayedRequest:
         number: Number of the request in messages.
     """
 
-    __slots__ = ("_attempts", "_client", "_desk", "_message", "_relayed", "number")
+    __slots__ = ("_attempts", "_client", "_message", "_relay", "_relayed", "number")
 
     def __init__(
-        self, desk: RelayDesk, number: int, client: ClientConnection, message: ClientRequest
+        self, relay: Relay, number: int, client: ClientConnection, message: ClientRequest
     ) -> None:
-        self._desk, self.number = desk, number
+        self._relay, self.number = relay, number
         self._client, self._message = client, message
         self._attempts: dict[int, _Attempt] = {}
         self._relayed: _Attempt | None = None
 
     # From the balancer.
 
-    def attempt(self, told: SendRequest) -> None:
+    def take(self, told: SendRequest | DropAttempt | WriteAnswer | EndRequest) -> None:
+        """Do what the balancer says."""
+        match told:
+            case SendRequest():
+                self._attempt(told)
+            case DropAttempt():
+                self._drop(told.attempt)
+            case WriteAnswer():
+                self._write(told.data)
+            case EndRequest():
+                self._end(told.closes)
+
+    def _attempt(self, told: SendRequest) -> None:
         """Send the request to a server, unless an answer has begun meanwhile."""
         if self._relayed is None:
-            pool, is_head = self._desk.pool(told.url), self._message.method == b"HEAD"
-            made = self._attempts[told.attempt] = _Attempt(self, told.attempt, pool)
+            pool, is_head = self._relay.pool(told.url), self._message.method == b"HEAD"
+            made = self._attempts[told.attempt] = _Attempt(
+                self, told.attempt, pool, self._client.write
+            )
             made.exchange = ReplicaExchange(pool, self._message.parts(told.fields), made, is_head)
 
-    def drop(self, number: int) -> None:
+    def _drop(self, number: int) -> None:
         """Drop an attempt; if its answer has begun, the client must not take it for a whole one."""
         attempt = self._attempts.pop(number, None)
         if attempt is None:
@@ -78,7 +78,7 @@ class RelayedRequest:
         if attempt is self._relayed:
             self._client.evict()
 
-    def write(self, data: bytes) -> None:
+    def _write(self, data: bytes) -> None:
         """Write to the client, and relay the rest of the answer that has begun, if there is one."""
         for attempt in self._attempts.values():
             if attempt.body is not None:
@@ -86,9 +86,9 @@ class RelayedRequest:
                 attempt.exchange.resume()
         self._client.write(data)
 
-    def end(self, closes: bool) -> None:
+    def _end(self, closes: bool) -> None:
         """Finish the request, whose answer is complete."""
-        self._desk.forget(self.number)
+        self._relay.forget(self.number)
         if closes:
             self._client.can_go_on = False
         self._client.done(self._message)
@@ -98,13 +98,13 @@ class RelayedRequest:
         if self._relayed is None:
             self._drop_all()
             words = "the balancer has ended; try again shortly"
-            self.write(replies.error(503, words, closes=True, retry_after_s=1.0))
-            self.end(closes=True)
+            self._write(replies.error(503, words, closes=True, retry_after_s=1.0))
+            self._end(closes=True)
 
     # From the client.
 
     def cancel(self) -> None:
-        self._desk.forget(self.number)
+        self._relay.forget(self.number)
         self._drop_all()
 
     def pause(self) -> None:
@@ -123,44 +123,44 @@ class RelayedRequest:
 
     def began(self, attempt: _Attempt, head: ResponseHead, data: bytes) -> None:
         """Relay the beginning of an answer, or ask the balancer what becomes of it."""
-        ends_by, client = head.body.ends_by, self._client
-        is_unreadable = self._message.is_http10 and ends_by is BodyEnd.LAST_CHUNK
-        if head.status >= 400 or is_unreadable:
+        told = attempt.number, head.status, head.body.ends_by, head.is_events
+        if not self._is_for_client(attempt, head):
             attempt.exchange.pause()
-            self._desk.send(
-                AnswerBegan(
-                    attempt.number, head.status, ends_by, head.is_events, False, head.lines, data
-                )
-            )
+            self._relay.send(AnswerBegan(*told, False, head.lines, data))
             return
         del self._attempts[attempt.number]
         self._drop_all()
         self._attempts[attempt.number] = self._relayed = attempt
-        if ends_by is BodyEnd.CLOSE:
-            client.can_go_on = False
-        self._desk.send(AnswerBegan(attempt.number, head.status, ends_by, head.is_events, True))
         attempt.is_finished_here = True
-        client.write(head.to_client(data, closes=not client.can_go_on))
+        if head.body.ends_by is BodyEnd.CLOSE:
+            self._client.can_go_on = False
+        self._relay.send(AnswerBegan(*told, True))
+        self._client.write(head.to_client(data, closes=not self._client.can_go_on))
 
-    def relay(self, data: bytes) -> None:
-        """Relay a part of the answer."""
-        self._client.write(data)
+    def _is_for_client(self, attempt: _Attempt, head: ResponseHead) -> bool:
+        """Return whether the balancer would relay this answer, whatever it does at this moment."""
+        if head.status >= 400:
+            return False
+        if self._message.is_http10 and head.body.ends_by is BodyEnd.LAST_CHUNK:
+            return False
+        # The balancer may be taking the answer to another attempt, which it has been told of.
+        return all(one.body is None or one is attempt for one in self._attempts.values())
 
     def ended(self, attempt: _Attempt, num_reads: int, last: bytes) -> None:
         """Finish a relayed request, whose answer is complete."""
         del self._attempts[attempt.number]
         attempt.exchange.end()
-        self._desk.send(AnswerEnded(attempt.number, num_reads, last))
+        self._relay.send(AnswerEnded(attempt.number, num_reads, last))
         if attempt.is_finished_here:
-            self.end(closes=False)
+            self._end(closes=False)
 
     def broke(self, attempt: _Attempt, told: AnswerBroke) -> None:
         """Ask the balancer how to go on without a whole answer."""
         del self._attempts[attempt.number]
         attempt.exchange.drop()
         if told.is_ours:
-            self._desk.drop_idle()
-        self._desk.send(told)
+            self._relay.drop_idle()
+        self._relay.send(told)
 
 
 class _Attempt:
@@ -171,6 +171,7 @@ class _Attempt:
         "_num_reads",
         "_pool",
         "_request",
+        "_write",
         "body",
         "exchange",
         "is_finished_here",
@@ -178,8 +179,15 @@ class _Attempt:
     )  # fmt: skip
     exchange: ReplicaExchange
 
-    def __init__(self, request: RelayedRequest, number: int, pool: ConnectionPool) -> None:
+    def __init__(
+        self,
+        request: RelayedRequest,
+        number: int,
+        pool: ConnectionPool,
+        write: Callable[[bytes], None],
+    ) -> None:
         self._request, self.number, self._pool = request, number, pool
+        self._write = write
         self.body: Body | None = None
         self.is_finished_here = False
         self._num_reads = 0
@@ -192,7 +200,7 @@ class _Attempt:
     def on_body(self, data: bytes) -> None:
         self._num_reads += 1
         self._last = data
-        self._request.relay(data)
+        self._write(data)
 
     def on_end(self) -> None:
         self._request.ended(self, self._num_reads, self._last)

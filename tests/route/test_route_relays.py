@@ -1,0 +1,133 @@
+"""``banaserve route --processes 2`` as a user starts and ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from ports import free_port
+from process_tree import ProcessTree
+from waiting import until
+
+WAIT_S = 20.0
+
+
+class Streams:
+    """A server whose streams have one event until they may end."""
+
+    def __init__(self):
+        self.may_end = asyncio.Event()
+        self.num_begun = 0
+
+    async def __aenter__(self):
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_):
+        self._server.close()
+
+    async def _serve(self, reader, writer):
+        while head := await reader.readline():
+            while len(await reader.readline()) > 2:
+                pass
+            if not head.startswith(b"POST"):
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+                continue
+            kind = b"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked"
+            writer.write(b"HTTP/1.1 200 OK\r\n%b\r\n\r\n3\r\none\r\n" % kind)
+            self.num_begun += 1
+            await self.may_end.wait()
+            writer.write(b"3\r\ntwo\r\n0\r\n\r\n")
+        writer.close()
+
+
+class Route:
+    """The command, and everything that it starts."""
+
+    def __init__(self, url):
+        self.port = free_port()
+        argv = ["route", "--replica", url, "--port", str(self.port), "--processes", "2"]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "banaserve", *argv],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.tree = ProcessTree(self.process.pid)
+        self.shown = ""
+
+    async def __aenter__(self):
+        while "Ctrl-C" not in self.shown:
+            self.shown += await asyncio.to_thread(self.process.stdout.readline)
+        assert len(self.tree.alive()) == 3
+        return self
+
+    async def __aexit__(self, *_):
+        self.tree.signal(signal.SIGKILL)
+        self.process.communicate()
+
+    async def stream(self):
+        """Returns a connection with a stream under way."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: b\r\nContent-Length: 0\r\n\r\n")
+        assert b"one" in await asyncio.wait_for(reader.readuntil(b"one\r\n"), WAIT_S)
+        return reader, writer
+
+    async def ended(self):
+        """Returns what it has written to standard error, once all of its processes have ended."""
+        _, error = await asyncio.wait_for(asyncio.to_thread(self.process.communicate), WAIT_S)
+        await until(lambda: not self.tree.alive())
+        return error
+
+    def is_closed(self):
+        """Returns whether no process accepts connections."""
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) != 0
+
+
+@pytest.mark.parametrize("to_all", [False, True], ids=["the command", "all processes"])
+async def test_a_signal_lets_streams_end_and_leaves_no_process(to_all):
+    async with Streams() as server, Route(server.url) as route:
+        streams = [await route.stream() for _ in range(4)]
+        if to_all:
+            route.tree.signal(signal.SIGTERM)
+        else:
+            route.process.send_signal(signal.SIGINT)
+        await until(route.is_closed)
+        server.may_end.set()
+        for reader, _ in streams:
+            assert (await asyncio.wait_for(reader.read(), WAIT_S)).endswith(b"two\r\n0\r\n\r\n")
+        assert await route.ended() == ""
+        number = signal.SIGTERM if to_all else signal.SIGINT
+        assert route.process.returncode == 128 + number
+
+
+async def test_streams_end_after_the_death_of_the_process_that_decides():
+    async with Streams() as server, Route(server.url) as route:
+        reader, writer = await route.stream()
+        os.kill(route.process.pid, signal.SIGKILL)
+        await until(route.is_closed)
+        server.may_end.set()
+        assert (await asyncio.wait_for(reader.read(), WAIT_S)).endswith(b"two\r\n0\r\n\r\n")
+        writer.close()
+        await route.ended()
+
+
+async def test_the_port_of_a_running_balancer_is_in_use():
+    async with Streams() as server, Route(server.url) as route:
+        argv = ["route", "--replica", server.url, "--port", str(route.port), "--processes", "2"]
+        second = await asyncio.to_thread(
+            subprocess.run,
+            [sys.executable, "-m", "banaserve", *argv],
+            capture_output=True,
+            text=True,
+        )
+        assert second.returncode == 2
+        assert f"cannot listen on 127.0.0.1:{route.port}" in second.stderr
