@@ -132,7 +132,7 @@ async def test_a_stream_that_breaks_off_ends_in_an_error_for_its_client(house):
     assert sum(one.num_broken for one in balancer.targets.values()) == 1
 
 
-@pytest.mark.parametrize("policy", ["cache_aware", "predicted_latency"])
+@pytest.mark.parametrize("policy", ["cache_aware", "skywalker"])
 async def test_hits_and_balance_are_those_of_one_process(house, policy):
     found = {}
     for processes in (1, 2):
@@ -142,8 +142,7 @@ async def test_hits_and_balance_are_those_of_one_process(house, policy):
         await converse(house)
         found[processes] = hits(replicas), spread([len(one.asked) for one in replicas])
     # Two balancers that know nothing of each other would pay for each beginning twice.
-    assert found[1][0] == REQUESTS - GROUPS
-    assert found[2][0] >= REQUESTS - GROUPS - 2
+    assert all(one[0] >= REQUESTS - 1.25 * GROUPS for one in found.values())
     # In another order of arrival, beginnings are placed otherwise.
     assert found[2][1] <= found[1][1] + 0.4
 
