@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,9 @@ from banaserve_route.balancer.config import (
     ReplicaSettings,
     ShadowSettings,
 )
-from banaserve_route.balancer.config_file import read_settings
+from banaserve_route.balancer.config_file import follow, read_settings, stamp_of
 from banaserve_route.balancer.discovery import Discovery
+from banaserve_route.balancer.relays.supervisor import Supervision, supervise
 from banaserve_route.policies import registry
 
 _DEFAULTS = BalancerSettings()
@@ -150,6 +153,7 @@ def route_command(argv: Sequence[str]) -> int:
     """
     use_plugins(PluginGroup.REPLICA_POLICIES)
     asked = parse(argv)
+    following = partial(follow, asked.config, seen=stamp_of(asked.config)) if asked.config else None
     settings = _from_file(argv, asked.config) if asked.config else asked.settings()
     settings.check()
     warn_of_rivalries((PluginGroup.REPLICA_POLICIES, settings.policy.name))
@@ -167,13 +171,22 @@ def route_command(argv: Sequence[str]) -> int:
     raise_descriptor_limit()
     if (allowed := max_connections(settings)) < settings.limits.max_connections:
         say(f"{allowed} connections of clients at most: file descriptors (ulimit -n) allow no more")
+    host, port, processes = settings.host, settings.port, settings.processes
     # Bound early: a port found in use only later would cost minutes. Twice, since a socket that can
     # be shared would be bound beside that of a balancer that runs already.
-    bind(settings.host, settings.port).close()
-    with bind(settings.host, settings.port, is_shared=settings.processes > 1) as sock:
+    bind(host, port).close()
+    with ExitStack() as stack:
+        listening = [
+            stack.enter_context(bind(host, port, is_shared=processes > 1)) for _ in range(processes)
+        ]
         say(f"looking at {len(settings.replicas)} replicas and {len(settings.peers)} peers")
-        discovery = Discovery(settings, print_error)
-        code = server.run(make, discovery, sock, lambda: _banner(balancers[0]), asked.config)
+
+        def run(supervision: Supervision | None = None) -> int:
+            discovery = Discovery(settings, print_error)
+            ready = partial(_banner, balancers)
+            return server.run(make, discovery, listening, ready, following, supervision)
+
+        code = run() if processes == 1 else supervise(run, listening, print_error)
     say("ended")
     return code
 
@@ -208,7 +221,8 @@ def make_parser() -> Parser:
     return parser
 
 
-def _banner(balancer: Balancer) -> None:
+def _banner(balancers: Sequence[Balancer]) -> None:
+    [balancer] = balancers
     settings = balancer.settings
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     url = f"http{'s' * bool(settings.ssl_certfile)}://{host}:{settings.port}"

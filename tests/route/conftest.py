@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from contextlib import ExitStack
 
 import msgspec
@@ -228,13 +229,17 @@ class House:
         settings = structs.replace(settings, port=port, processes=self.processes)
         balancer = Balancer(settings, (self.log if log is None else log).append)
         await balancer.start()
-        sock = bind("127.0.0.1", port, is_shared=self.processes > 1)
-        if self.processes > 1:
-            server = Relays(balancer, sock)
+        shared = self.processes > 1
+        socks = [bind("127.0.0.1", port, is_shared=shared) for _ in range(self.processes)]
+        if shared:
+            life, held = os.pipe()
+            for descriptor in (life, held):
+                self._ports.callback(os.close, descriptor)
+            server = Relays(balancer, socks, life)
             self.relays.append(server)
             await server.start()
         else:
-            server = await listen(balancer, sock)
+            server = await listen(balancer, socks[0])
         ticking = asyncio.get_running_loop().create_task(tick(balancer))
 
         def kill():

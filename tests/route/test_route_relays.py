@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import contextlib
 import signal
 import socket
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from ports import free_port
@@ -64,9 +65,8 @@ class Route:
         self.shown = ""
 
     async def __aenter__(self):
-        while "Ctrl-C" not in self.shown:
+        while "Ctrl-C" not in self.shown and self.process.poll() is None:
             self.shown += await asyncio.to_thread(self.process.stdout.readline)
-        assert len(self.tree.alive()) == 3
         return self
 
     async def __aexit__(self, *_):
@@ -79,6 +79,14 @@ class Route:
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: b\r\nContent-Length: 0\r\n\r\n")
         assert b"one" in await asyncio.wait_for(reader.readuntil(b"one\r\n"), WAIT_S)
         return reader, writer
+
+    async def stream_again(self):
+        """Returns the writer of a connection with a stream, once one can begin."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                # A relay of the process that has ended may answer 503.
+                with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                    return (await self.stream())[1]
 
     async def ended(self):
         """Returns what it has written to standard error, once all of its processes have ended."""
@@ -96,6 +104,7 @@ class Route:
 async def test_a_signal_lets_streams_end_and_leaves_no_process(to_all):
     async with Streams() as server, Route(server.url) as route:
         streams = [await route.stream() for _ in range(4)]
+        assert len(route.tree.alive()) == 4
         if to_all:
             route.tree.signal(signal.SIGTERM)
         else:
@@ -109,14 +118,28 @@ async def test_a_signal_lets_streams_end_and_leaves_no_process(to_all):
         assert route.process.returncode == 128 + number
 
 
-async def test_streams_end_after_the_death_of_the_process_that_decides():
+async def test_the_process_that_decides_starts_again_and_streams_go_on():
     async with Streams() as server, Route(server.url) as route:
         reader, writer = await route.stream()
-        os.kill(route.process.pid, signal.SIGKILL)
+        [decides] = psutil.Process(route.process.pid).children()
+        decides.kill()
+        other = await route.stream_again()
+        server.may_end.set()
+        assert (await asyncio.wait_for(reader.read(), WAIT_S)).endswith(b"two\r\n0\r\n\r\n")
+        for each in (writer, other):
+            each.close()
+        route.process.terminate()
+        assert "the process that decides has ended: signal 9" in await route.ended()
+        assert route.process.returncode == 128 + signal.SIGTERM
+
+
+async def test_all_end_as_at_a_signal_after_the_death_of_the_first_process():
+    async with Streams() as server, Route(server.url) as route:
+        reader, _ = await route.stream()
+        route.process.kill()
         await until(route.is_closed)
         server.may_end.set()
         assert (await asyncio.wait_for(reader.read(), WAIT_S)).endswith(b"two\r\n0\r\n\r\n")
-        writer.close()
         await route.ended()
 
 

@@ -5,35 +5,38 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 
 import uvloop
 
 from banaserve.base.net.tls import ClientListener
 from banaserve_route.balancer.balancer import TICK_S, Balancer
 from banaserve_route.balancer.config import BalancerSettings
-from banaserve_route.balancer.config_file import follow
 from banaserve_route.balancer.discovery import Discovery
 from banaserve_route.balancer.http.listening import listen
 from banaserve_route.balancer.relays.processes import Relays
+from banaserve_route.balancer.relays.supervisor import Supervision
 
 _TICKS_A_SLOW_ONE = 5
+Follow = Callable[[Balancer, Discovery], Coroutine[None, None, None]]
 
 
 def run(
     make: Callable[[BalancerSettings], Balancer],
     discovery: Discovery,
-    sock: socket.socket,
+    listening: Sequence[socket.socket],
     on_ready: Callable[[], None],
-    config: Path | None = None,
+    follow: Follow | None = None,
+    supervision: Supervision | None = None,
 ) -> int:
-    """Serve on ``sock`` until SIGINT or SIGTERM; return 128 plus the signal's number.
+    """Serve until SIGINT or SIGTERM; return 128 plus the signal's number.
 
-    The settings follow changes of the file ``config``, if there is one, and of the addresses of
-    names.
+    There is a socket for each relay, or, without ``supervision``, one for this process.
+
+    The settings change as ``follow`` lets them, and with the addresses of names.
 
     After the first signal, requests under way may finish within a limited time; the second signal
     ends the process at once.
@@ -43,28 +46,32 @@ def run(
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve(make, discovery, sock, on_ready, config))
+        return runner.run(serve(make, discovery, listening, on_ready, follow, supervision))
 
 
 async def serve(
     make: Callable[[BalancerSettings], Balancer],
     discovery: Discovery,
-    sock: socket.socket,
+    listening: Sequence[socket.socket],
     on_ready: Callable[[], None],
-    config: Path | None,
+    follow: Follow | None,
+    supervision: Supervision | None,
 ) -> int:
     """Serve as ``run`` does, within a running event loop of the main thread."""
     loop = asyncio.get_running_loop()
     signals: asyncio.Queue[int] = asyncio.Queue()
-    for each in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(each, signals.put_nowait, int(each))
+    if supervision is not None:
+        loop.add_reader(supervision.signals, _take_signals, supervision.signals, signals)
+    else:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(each, signals.put_nowait, int(each))
     await discovery.look()
     balancer = make(discovery.settings)
     await balancer.start()
     tasks = [loop.create_task(tick(balancer)), loop.create_task(discovery.follow(balancer))]
-    if config is not None:
-        tasks.append(loop.create_task(follow(config, balancer, discovery)))
-    async with accepting(balancer, sock) as server:
+    if follow is not None:
+        tasks.append(loop.create_task(follow(balancer, discovery)))
+    async with accepting(balancer, listening, supervision) as server:
         on_ready()
         try:
             number = await signals.get()
@@ -77,19 +84,28 @@ async def serve(
     return 128 + number
 
 
+def _take_signals(descriptor: int, signals: asyncio.Queue[int]) -> None:
+    """Read the numbers of signals; the end of the supervisor counts as SIGTERM."""
+    numbers = os.read(descriptor, 64)
+    if not numbers:
+        asyncio.get_running_loop().remove_reader(descriptor)
+    for number in numbers or (signal.SIGTERM,):
+        signals.put_nowait(int(number))
+
+
 @contextlib.asynccontextmanager
 async def accepting(
-    balancer: Balancer, sock: socket.socket
+    balancer: Balancer, listening: Sequence[socket.socket], supervision: Supervision | None
 ) -> AsyncIterator[ClientListener | Relays]:
-    """Accept clients on ``sock``, in this process or in relays that end with the block.
+    """Accept clients, in this process or in relays that end with the block.
 
     Raises:
         UserError: The certificate cannot be used, or a relay does not start.
     """
-    if balancer.settings.processes == 1:
-        yield await listen(balancer, sock)
+    if supervision is None:
+        yield await listen(balancer, listening[0])
         return
-    relays = Relays(balancer, sock)
+    relays = Relays(balancer, listening, supervision.life)
     try:
         await relays.start()
         yield relays

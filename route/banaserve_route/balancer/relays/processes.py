@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
 from time import monotonic
 from typing import Any
@@ -14,7 +15,6 @@ from msgspec import structs
 
 from banaserve.base.errors import UserError
 from banaserve.base.platform.processes import spawn_module, wait_ended
-from banaserve.frontdoor.lifecycle.listening_socket import bind
 from banaserve_route.balancer.balancer import Balancer
 from banaserve_route.balancer.config import BalancerSettings
 from banaserve_route.balancer.relays.link import RelayLink
@@ -31,6 +31,23 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _END_S, _EXIT_S = 5.0, 1.0
 
 
+class RestartPauses:
+    """Pauses before restarts of a process, which grow while its lives are short."""
+
+    def __init__(self) -> None:
+        self._pause_s, self._began_s = _FIRST_PAUSE_S, monotonic()
+
+    def next_s(self) -> float:
+        """Return the pause after the life that has just ended, in seconds."""
+        now_s = monotonic()
+        is_short = now_s - self._began_s < _SHORT_LIFE_S
+        pause_s = self._pause_s = (
+            min(2 * self._pause_s, _LONGEST_PAUSE_S) if is_short else _FIRST_PAUSE_S
+        )
+        self._began_s = now_s + pause_s
+        return pause_s
+
+
 class Relays:
     """Relays on one port, each with a listening socket of its own.
 
@@ -38,13 +55,14 @@ class Relays:
     too: connections that wait at the socket of a relay that has ended wait for the next one.
     """
 
-    def __init__(self, balancer: Balancer, first: socket.socket) -> None:
-        """``first`` listens at the address of the settings already, and can be shared."""
+    def __init__(self, balancer: Balancer, listening: Sequence[socket.socket], life: int) -> None:
+        """
+        Args:
+            listening: Socket of each relay.
+            life: Descriptor of a pipe at whose end relays end, also those of a killed balancer.
+        """
         self._balancer = balancer
-        host, port = balancer.settings.host, balancer.settings.port
-        num_others = balancer.settings.processes - 1
-        others = [bind(host, port, is_shared=True) for _ in range(num_others)]
-        self._all = [_Relay(balancer, sock) for sock in (first, *others)]
+        self._all = [_Relay(balancer, sock, life) for sock in listening]
         self._tasks: list[asyncio.Task[None]] = []
         balancer.on_settings = self._tell_settings
 
@@ -85,8 +103,8 @@ class Relays:
 class _Relay:
     """One relay at a time on one socket; ``pid`` is its process id."""
 
-    def __init__(self, balancer: Balancer, sock: socket.socket) -> None:
-        self._balancer, self.sock = balancer, sock
+    def __init__(self, balancer: Balancer, sock: socket.socket, life: int) -> None:
+        self._balancer, self.sock, self._life = balancer, sock, life
         self.ready = asyncio.Event()
         self._link: RelayLink | None = None
         self.pid = 0
@@ -94,9 +112,8 @@ class _Relay:
 
     async def run(self) -> None:
         """Run relays, one after another, until the balancer leaves, or the first has not begun."""
-        pause_s = _FIRST_PAUSE_S
+        pauses = RestartPauses()
         while True:
-            began_s = monotonic()
             how = await self._run_once()
             if self._is_leaving:
                 return
@@ -104,9 +121,7 @@ class _Relay:
             if not self.ready.is_set():
                 return
             self._balancer.metrics.num_relay_ends += 1
-            is_short = monotonic() - began_s < _SHORT_LIFE_S
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S) if is_short else _FIRST_PAUSE_S
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(pauses.next_s())
 
     async def _run_once(self) -> str:
         """Run a relay to its end; return how it has ended."""
@@ -134,7 +149,7 @@ class _Relay:
     def _spawn(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
         """Start a process; return this end of its link, and the process."""
         ours, theirs = socket.socketpair()
-        descriptors = (self.sock.fileno(), theirs.fileno())
+        descriptors = (self.sock.fileno(), theirs.fileno(), self._life)
         with theirs:
             process = spawn_module(
                 _MODULE, [*map(str, descriptors)], b"", os.environ, pass_fds=descriptors

@@ -1,6 +1,7 @@
 """Process that accepts clients and relays bytes, while the balancer at its link decides.
 
-``python -m banaserve_route.balancer.relays.relay LISTENING LINK``, both numbers of descriptors.
+``python -m banaserve_route.balancer.relays.relay LISTENING LINK LIFE``, all numbers of descriptors.
+LIFE is a pipe that ends with the command that has started all processes.
 """
 
 from __future__ import annotations
@@ -61,17 +62,19 @@ def main(argv: Sequence[str]) -> int:
     # A service manager may send these to all processes: the balancer says when to end.
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
-    listening, link = (socket.socket(fileno=int(number)) for number in argv)
+    *numbers, life = map(int, argv)
+    listening, link = (socket.socket(fileno=number) for number in numbers)
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(listening, link))
+        runner.run(_serve(listening, link, life))
     return 0
 
 
-async def _serve(listening: socket.socket, link: socket.socket) -> None:
+async def _serve(listening: socket.socket, link: socket.socket, life: int) -> None:
     relay, loop = Relay(print_error), asyncio.get_running_loop()
+    loop.add_reader(life, relay.lose_supervisor, life)
     link.setblocking(False)
     await loop.create_unix_connection(lambda: relay, sock=link)
     await relay.told.wait()
@@ -112,7 +115,7 @@ class Relay(asyncio.Protocol):
         self._pools: dict[str, ConnectionPool] = {}
         self._replica_tls: Certificates | None = None
         self._num_clients = self._num_requests = self._buffered_bytes = 0
-        self._is_alone = False
+        self._is_alone, self._is_supervised = False, True
         self._watch = LoopWatch(_TICK_S)
         self._takers: Mapping[type, Callable[[Any], None]] = {
             RelaySettings: self._take_settings,
@@ -123,7 +126,7 @@ class Relay(asyncio.Protocol):
             CloseClient: self._close_client,
             TurnAway: self._turn_away,
             AcceptNoMore: lambda _: self._leave(),
-            EndRelay: lambda _: self.ended.set(),
+            EndRelay: lambda _: self.end(),
         }
 
     # The link to the balancer.
@@ -139,16 +142,27 @@ class Relay(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """End after the answers under way: the balancer has ended."""
         self._is_alone = True
-        if not self.told.is_set():
-            self.ended.set()
-            self.told.set()
+        if not self.told.is_set() or not self._is_supervised:
+            self.end()
             return
         self._leave()
         for request in list(self._requests.values()):
             request.give_up()
         if not self._clients:
-            self.ended.set()
-        asyncio.get_running_loop().call_later(self.settings.limits.drain_s, self.ended.set)
+            self.end()
+        asyncio.get_running_loop().call_later(self.settings.limits.request_timeout_s, self.end)
+
+    def lose_supervisor(self, life: int) -> None:
+        """End with the balancer, or at once if it has ended: nothing starts it again."""
+        asyncio.get_running_loop().remove_reader(life)
+        self._is_supervised = False
+        if self._is_alone:
+            self.end()
+
+    def end(self) -> None:
+        """End this process at once."""
+        for event in (self.told, self.leaving, self.ended):
+            event.set()
 
     def send(self, message: ToBalancer) -> None:
         if not self._link.is_closing():
@@ -200,7 +214,7 @@ class Relay(asyncio.Protocol):
         self._known.discard(client)
         self.send(ClientClosed(number))
         if self._is_alone and not self._clients:
-            self.ended.set()
+            self.end()
 
     def check_head(self, client: ClientConnection, message: ClientRequest) -> None:
         if self._checks.is_own(message):
