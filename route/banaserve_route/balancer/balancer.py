@@ -26,10 +26,10 @@ from banaserve_route.balancer.auth import (
     PREFIXES_PATH,
     REGIONS_FIELD,
     STATE_PATH,
-    HeadChecks,
     Regions,
 )
 from banaserve_route.balancer.config import BalancerSettings, PolicySettings, ShadowSettings
+from banaserve_route.balancer.head_checks import HeadChecks
 from banaserve_route.balancer.http import replies
 from banaserve_route.balancer.http.client_connection import Client, RequestHandler
 from banaserve_route.balancer.http.request import ClientRequest, RequestRefusedError

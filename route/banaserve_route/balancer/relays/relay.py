@@ -21,14 +21,12 @@ import uvloop
 from banaserve.base.net.connections import ConnectionTable, Evictable
 from banaserve.base.net.framing import MessageReader
 from banaserve.base.net.loop_watch import LoopWatch
-from banaserve.base.net.tls import Certificates, ClientListener, ClientTls
+from banaserve.base.net.tls import Certificates, ClientListener
 from banaserve.cli.terminal.console import print_error
 from banaserve.kvstore.sizes import parse_size
-from banaserve_route.balancer.auth import HeadChecks
-from banaserve_route.balancer.config import parse_endpoint
+from banaserve_route.balancer.head_checks import HeadChecks
 from banaserve_route.balancer.http.client_connection import ClientConnection
 from banaserve_route.balancer.http.listening import listen
-from banaserve_route.balancer.http.replica_connection import ConnectionPool
 from banaserve_route.balancer.http.request import ClientRequest, RequestRefusedError
 from banaserve_route.balancer.relays.messages import (
     TO_BALANCER,
@@ -52,6 +50,7 @@ from banaserve_route.balancer.relays.messages import (
     WriteAnswer,
 )
 from banaserve_route.balancer.relays.relayed_request import RelayedRequest
+from banaserve_route.balancer.relays.server_pools import ServerPools
 from banaserve_route.balancer.targets.health import run_periodically
 
 _TICK_S = 0.5
@@ -73,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _serve(listening: socket.socket, link: socket.socket, life: int) -> None:
-    relay, loop = Relay(print_error), asyncio.get_running_loop()
+    relay, loop = RelayProcess(print_error), asyncio.get_running_loop()
     loop.add_reader(life, relay.lose_supervisor, life)
     link.setblocking(False)
     await loop.create_unix_connection(lambda: relay, sock=link)
@@ -90,7 +89,7 @@ async def _serve(listening: socket.socket, link: socket.socket, life: int) -> No
     ticking.cancel()
 
 
-class Relay(asyncio.Protocol):
+class RelayProcess(asyncio.Protocol):
     """Clients of this process, and its end of the connection to the balancer.
 
     It has neither counts nor a policy.
@@ -112,8 +111,7 @@ class Relay(asyncio.Protocol):
         self._numbers: dict[ClientConnection, int] = {}
         self._known: set[ClientConnection] = set()
         self._requests: dict[int, RelayedRequest] = {}
-        self._pools: dict[str, ConnectionPool] = {}
-        self._replica_tls: Certificates | None = None
+        self._pools = ServerPools(log)
         self._num_clients = self._num_requests = self._buffered_bytes = 0
         self._is_alone, self._is_supervised = False, True
         self._watch = LoopWatch(_TICK_S)
@@ -177,8 +175,7 @@ class Relay(asyncio.Protocol):
         self.connections.max_connections = max(1, limits.max_connections // settings.processes)
         self.connections.max_per_address = limits.max_connections_per_address
         self._checks = HeadChecks(settings)
-        for pool in self._pools.values():
-            pool.connect_timeout_s = limits.connect_timeout_s
+        self._pools.take_settings(settings)
         self.told.set()
 
     def _to_request(self, told: SendRequest | DropAttempt | WriteAnswer | EndRequest) -> None:
@@ -235,7 +232,9 @@ class Relay(asyncio.Protocol):
         if message.is_http10 or self.leaving.is_set():
             client.can_go_on = False
         self._num_requests += 1
-        request = RelayedRequest(self, self._num_requests, client, message)
+        request = RelayedRequest(
+            self._num_requests, client, message, self._pools, self.send, self._requests.pop
+        )
         self._requests[request.number] = request
         if self._is_alone:
             request.give_up()
@@ -260,27 +259,6 @@ class Relay(asyncio.Protocol):
     def dropped(self, cause: str, why: str) -> None:
         self.send(DropNoted(cause, why))
 
-    # For requests.
-
-    def forget(self, request: int) -> None:
-        """Ignore further messages about a request."""
-        self._requests.pop(request, None)
-
-    def pool(self, url: str) -> ConnectionPool:
-        """Return the connections to a server."""
-        if (pool := self._pools.get(url)) is None:
-            endpoint, settings = parse_endpoint(url), self.settings
-            if endpoint.is_tls and self._replica_tls is None:
-                self._replica_tls = Certificates(ClientTls(settings.replica_ca), self.log)
-            pool = ConnectionPool(endpoint, settings.limits.connect_timeout_s, self._replica_tls)
-            self._pools[url] = pool
-        return pool
-
-    def drop_idle(self) -> None:
-        """Close idle connections to servers: there are too few descriptors for new ones."""
-        for pool in self._pools.values():
-            pool.drop_idle()
-
     async def tick(self) -> None:
         """Do the periodic work."""
         now_s = monotonic()
@@ -289,11 +267,9 @@ class Relay(asyncio.Protocol):
         if self._watch.may_enforce():
             for client in list(self._numbers):
                 client.sweep(now_s)
-        for pool in self._pools.values():
-            pool.sweep(now_s)
-        for one in (self.certificates, self._replica_tls):
-            if one is not None:
-                one.look()
+        self._pools.sweep(now_s)
+        if self.certificates is not None:
+            self.certificates.look()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from banaserve_route.balancer.http import replies
 from banaserve_route.balancer.http.client_connection import ClientConnection
@@ -18,11 +17,10 @@ from banaserve_route.balancer.relays.messages import (
     DropAttempt,
     EndRequest,
     SendRequest,
+    ToBalancer,
     WriteAnswer,
 )
-
-if TYPE_CHECKING:
-    from banaserve_route.balancer.relays.relay import Relay
+from banaserve_route.balancer.relays.server_pools import ServerPools
 
 
 class RelayedRequest:
@@ -36,13 +34,34 @@ class RelayedRequest:
         number: Number of the request in messages.
     """
 
-    __slots__ = ("_attempts", "_client", "_message", "_relay", "_relayed", "number")
+    __slots__ = (
+        "_attempts",
+        "_client",
+        "_message",
+        "_on_ended",
+        "_pools",
+        "_relayed",
+        "_send",
+        "number",
+    )  # fmt: skip
 
     def __init__(
-        self, relay: Relay, number: int, client: ClientConnection, message: ClientRequest
+        self,
+        number: int,
+        client: ClientConnection,
+        message: ClientRequest,
+        pools: ServerPools,
+        send: Callable[[ToBalancer], None],
+        on_ended: Callable[[int], object],
     ) -> None:
-        self._relay, self.number = relay, number
-        self._client, self._message = client, message
+        """
+        Args:
+            send: Function that sends a message to the balancer.
+            on_ended: Function that is called once, with the number of the request: further
+                messages about it are to be ignored.
+        """
+        self.number, self._client, self._message = number, client, message
+        self._pools, self._send, self._on_ended = pools, send, on_ended
         self._attempts: dict[int, _Attempt] = {}
         self._relayed: _Attempt | None = None
 
@@ -63,7 +82,7 @@ class RelayedRequest:
     def _attempt(self, told: SendRequest) -> None:
         """Send the request to a server, unless an answer has begun meanwhile."""
         if self._relayed is None:
-            pool, is_head = self._relay.pool(told.url), self._message.method == b"HEAD"
+            pool, is_head = self._pools.of(told.url), self._message.method == b"HEAD"
             made = self._attempts[told.attempt] = _Attempt(
                 self, told.attempt, pool, self._client.write
             )
@@ -88,7 +107,7 @@ class RelayedRequest:
 
     def _end(self, closes: bool) -> None:
         """Finish the request, whose answer is complete."""
-        self._relay.forget(self.number)
+        self._on_ended(self.number)
         if closes:
             self._client.can_go_on = False
         self._client.done(self._message)
@@ -104,7 +123,7 @@ class RelayedRequest:
     # From the client.
 
     def cancel(self) -> None:
-        self._relay.forget(self.number)
+        self._on_ended(self.number)
         self._drop_all()
 
     def pause(self) -> None:
@@ -126,7 +145,7 @@ class RelayedRequest:
         told = attempt.number, head.status, head.body.ends_by, head.is_events
         if not self._is_for_client(attempt, head):
             attempt.exchange.pause()
-            self._relay.send(AnswerBegan(*told, False, head.lines, data))
+            self._send(AnswerBegan(*told, False, head.lines, data))
             return
         del self._attempts[attempt.number]
         self._drop_all()
@@ -134,7 +153,7 @@ class RelayedRequest:
         attempt.is_finished_here = True
         if head.body.ends_by is BodyEnd.CLOSE:
             self._client.can_go_on = False
-        self._relay.send(AnswerBegan(*told, True))
+        self._send(AnswerBegan(*told, True))
         self._client.write(head.to_client(data, closes=not self._client.can_go_on))
 
     def _is_for_client(self, attempt: _Attempt, head: ResponseHead) -> bool:
@@ -150,7 +169,7 @@ class RelayedRequest:
         """Finish a relayed request, whose answer is complete."""
         del self._attempts[attempt.number]
         attempt.exchange.end()
-        self._relay.send(AnswerEnded(attempt.number, num_reads, last))
+        self._send(AnswerEnded(attempt.number, num_reads, last))
         if attempt.is_finished_here:
             self._end(closes=False)
 
@@ -159,8 +178,8 @@ class RelayedRequest:
         del self._attempts[attempt.number]
         attempt.exchange.drop()
         if told.is_ours:
-            self._relay.drop_idle()
-        self._relay.send(told)
+            self._pools.drop_idle()
+        self._send(told)
 
 
 class _Attempt:
