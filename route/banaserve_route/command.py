@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from banaserve.base.access.key_files import key_option
 from banaserve.base.arguments import Formatter, Options, Parser, option, pairs, values_of
 from banaserve.base.errors import UserError
@@ -28,7 +30,7 @@ from banaserve_route.balancer.config import (
     ReplicaSettings,
     ShadowSettings,
 )
-from banaserve_route.balancer.config_file import follow, read_settings, stamp_of
+from banaserve_route.balancer.config_file import read_settings
 from banaserve_route.balancer.discovery import Discovery
 from banaserve_route.balancer.relays.supervisor import Supervision, supervise
 from banaserve_route.policies import registry
@@ -153,7 +155,6 @@ def route_command(argv: Sequence[str]) -> int:
     """
     use_plugins(PluginGroup.REPLICA_POLICIES)
     asked = parse(argv)
-    following = partial(follow, asked.config, seen=stamp_of(asked.config)) if asked.config else None
     settings = _from_file(argv, asked.config) if asked.config else asked.settings()
     settings.check()
     warn_of_rivalries((PluginGroup.REPLICA_POLICIES, settings.policy.name))
@@ -172,9 +173,10 @@ def route_command(argv: Sequence[str]) -> int:
     if (allowed := max_connections(settings)) < settings.limits.max_connections:
         say(f"{allowed} connections of clients at most: file descriptors (ulimit -n) allow no more")
     host, port, processes = settings.host, settings.port, settings.processes
-    # Bound early: a port found in use only later would cost minutes. Twice, since a socket that can
-    # be shared would be bound beside that of a balancer that runs already.
-    bind(host, port).close()
+    if processes > 1:
+        # Sockets that can be shared would be bound beside those of a balancer that runs already.
+        bind(host, port).close()
+    # Bound early: a port found in use only later would cost minutes.
     with ExitStack() as stack:
         listening = [
             stack.enter_context(bind(host, port, is_shared=processes > 1)) for _ in range(processes)
@@ -182,9 +184,11 @@ def route_command(argv: Sequence[str]) -> int:
         say(f"looking at {len(settings.replicas)} replicas and {len(settings.peers)} peers")
 
         def run(supervision: Supervision | None = None) -> int:
-            discovery = Discovery(settings, print_error)
-            ready = partial(_banner, balancers)
-            return server.run(make, discovery, listening, ready, following, supervision)
+            found = settings
+            if supervision is not None and asked.config is not None:
+                found = _read_again(asked.config, settings)
+            discovery, ready = Discovery(found, print_error), partial(_banner, balancers)
+            return server.run(make, discovery, listening, ready, asked.config, supervision)
 
         code = run() if processes == 1 else supervise(run, listening, print_error)
     say("ended")
@@ -196,6 +200,22 @@ def _from_file(argv: Sequence[str], path: Path) -> BalancerSettings:
     if len(argv) > (1 if argv[0].startswith("--config=") else 2):
         raise UserError(f"--config goes alone: write the other options into {path}")
     return read_settings(path)
+
+
+def _read_again(path: Path, first: BalancerSettings) -> BalancerSettings:
+    """Return the file's settings of now, for a process that starts in place of a killed one.
+
+    The sockets stay as they are, and ``first`` is returned if the file has a mistake.
+    """
+    try:
+        found = structs.replace(
+            read_settings(path), host=first.host, port=first.port, processes=first.processes
+        )
+        found.check()
+    except UserError as error:
+        print_error(f"{error}; going on with the settings of the start")
+        return first
+    return found
 
 
 def parse(argv: Sequence[str]) -> RouteOptions:

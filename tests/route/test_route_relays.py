@@ -52,9 +52,13 @@ class Streams:
 class Route:
     """The command, and everything that it starts."""
 
-    def __init__(self, url):
+    def __init__(self, url, config=None):
         self.port = free_port()
         argv = ["route", "--replica", url, "--port", str(self.port), "--processes", "2"]
+        if config is not None:
+            self.config = config
+            self.write(url)
+            argv = ["route", "--config", str(config)]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "banaserve", *argv],
             stdout=subprocess.PIPE,
@@ -62,16 +66,32 @@ class Route:
             text=True,
         )
         self.tree = ProcessTree(self.process.pid)
-        self.shown = ""
 
     async def __aenter__(self):
-        while "Ctrl-C" not in self.shown and self.process.poll() is None:
-            self.shown += await asyncio.to_thread(self.process.stdout.readline)
+        await self.serves()
         return self
+
+    async def serves(self):
+        """Returns when it has shown that it serves, once more."""
+        line = "-"
+        while line and "Ctrl-C" not in line:
+            line = await asyncio.to_thread(self.process.stdout.readline)
 
     async def __aexit__(self, *_):
         self.tree.signal(signal.SIGKILL)
         self.process.communicate()
+
+    def write(self, url, more=""):
+        text = f"port = {self.port}\nprocesses = 2\n{more}\nreplicas = [{{ url = '{url}' }}]\n"
+        self.config.write_text(text)
+
+    async def status(self):
+        """Returns the status of an answer without a key."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: b\r\n\r\n")
+        line = await asyncio.wait_for(reader.readline(), WAIT_S)
+        writer.close()
+        return line.split()[1]
 
     async def stream(self):
         """Returns a connection with a stream under way."""
@@ -131,6 +151,19 @@ async def test_the_process_that_decides_starts_again_and_streams_go_on():
         route.process.terminate()
         assert "the process that decides has ended: signal 9" in await route.ended()
         assert route.process.returncode == 128 + signal.SIGTERM
+
+
+async def test_a_changed_file_holds_for_the_process_that_starts_again(tmp_path):
+    async with Streams() as server, Route(server.url, tmp_path / "route.toml") as route:
+        assert await route.status() == b"200"
+        route.write(server.url, "api_keys = ['k']")
+        async with asyncio.timeout(WAIT_S):
+            while await route.status() != b"401":
+                pass
+        [decides] = psutil.Process(route.process.pid).children()
+        decides.kill()
+        await route.serves()
+        assert await route.status() == b"401"
 
 
 async def test_all_end_as_at_a_signal_after_the_death_of_the_first_process():

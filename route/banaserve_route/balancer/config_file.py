@@ -28,7 +28,6 @@ from banaserve_route.balancer.config import (
 from banaserve_route.balancer.discovery import Discovery
 from banaserve_route.balancer.targets.health import run_periodically
 
-Stamp = tuple[int, int, int]
 _MAX_BYTES = 4 * 1024 * 1024
 _LOOK_S = 0.5
 _SECTIONS: dict[str, type[msgspec.Struct]] = {
@@ -112,27 +111,19 @@ def _explain(message: str) -> str:
     return f"unknown key {where}{'.' if where else ''}{key}{hint}"
 
 
-async def follow(
-    path: Path, balancer: Balancer, discovery: Discovery, seen: Stamp | None = None
-) -> None:
-    """Read ``path`` again whenever it changes; a file with a mistake changes nothing.
-
-    Args:
-        seen: Stamp of the file when the settings were read; None: that of now.
-    """
-    look = _File(path, balancer, discovery, seen or stamp_of(path)).look
+async def follow(path: Path, balancer: Balancer, discovery: Discovery) -> None:
+    """Read ``path`` again whenever it changes; a file with a mistake changes nothing."""
+    look = _File(path, balancer, discovery).look
     await run_periodically(look, _LOOK_S, balancer.log, f"reading {path} again")
 
 
 class _File:
-    def __init__(
-        self, path: Path, balancer: Balancer, discovery: Discovery, seen: Stamp | None
-    ) -> None:
+    def __init__(self, path: Path, balancer: Balancer, discovery: Discovery) -> None:
         self._path, self._balancer, self._discovery = path, balancer, discovery
-        self._seen = self._before = seen
+        self._seen = self._before = _stamp(path)
 
     async def look(self) -> None:
-        stamp = stamp_of(self._path)
+        stamp = _stamp(self._path)
         is_settled, self._before = stamp == self._before, stamp
         # Wait until the file no longer changes: half a file may be a valid one.
         if stamp == self._seen or stamp is None or not is_settled:
@@ -147,8 +138,7 @@ class _File:
             balancer.log(f"{self._path} has been read again: {len(balancer.targets)} targets")
 
 
-def stamp_of(path: Path) -> Stamp | None:
-    """Return what changes with the file; None if there is no file."""
+def _stamp(path: Path) -> tuple[int, int, int] | None:
     try:
         state = os.stat(path)
     except OSError:

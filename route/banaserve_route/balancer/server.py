@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-
-import uvloop
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 
 from banaserve.base.net.tls import ClientListener
 from banaserve_route.balancer.balancer import TICK_S, Balancer
 from banaserve_route.balancer.config import BalancerSettings
+from banaserve_route.balancer.config_file import follow
 from banaserve_route.balancer.discovery import Discovery
+from banaserve_route.balancer.event_loop import run_until_complete
 from banaserve_route.balancer.http.listening import listen
 from banaserve_route.balancer.relays.processes import Relays
 from banaserve_route.balancer.relays.supervisor import Supervision
 
 _TICKS_A_SLOW_ONE = 5
-Follow = Callable[[Balancer, Discovery], Coroutine[None, None, None]]
 
 
 def run(
@@ -29,24 +28,18 @@ def run(
     discovery: Discovery,
     listening: Sequence[socket.socket],
     on_ready: Callable[[], None],
-    follow: Follow | None = None,
+    config: Path | None = None,
     supervision: Supervision | None = None,
 ) -> int:
     """Serve until SIGINT or SIGTERM; return 128 plus the signal's number.
 
-    There is a socket for each relay, or, without ``supervision``, one for this process.
-
-    The settings change as ``follow`` lets them, and with the addresses of names.
+    There is a socket for each relay, or, without ``supervision``, one for this process. The
+    settings follow changes of the file ``config``, if there is one, and of the addresses of names.
 
     After the first signal, requests under way may finish within a limited time; the second signal
     ends the process at once.
     """
-    # Objects allocated so far stay, and requests make no cycles, so searching for them can be rare.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve(make, discovery, listening, on_ready, follow, supervision))
+    return run_until_complete(serve(make, discovery, listening, on_ready, config, supervision))
 
 
 async def serve(
@@ -54,7 +47,7 @@ async def serve(
     discovery: Discovery,
     listening: Sequence[socket.socket],
     on_ready: Callable[[], None],
-    follow: Follow | None,
+    config: Path | None,
     supervision: Supervision | None,
 ) -> int:
     """Serve as ``run`` does, within a running event loop of the main thread."""
@@ -69,8 +62,8 @@ async def serve(
     balancer = make(discovery.settings)
     await balancer.start()
     tasks = [loop.create_task(tick(balancer)), loop.create_task(discovery.follow(balancer))]
-    if follow is not None:
-        tasks.append(loop.create_task(follow(balancer, discovery)))
+    if config is not None:
+        tasks.append(loop.create_task(follow(config, balancer, discovery)))
     async with accepting(balancer, listening, supervision) as server:
         on_ready()
         try:

@@ -7,7 +7,6 @@ LIFE is a pipe that ends with the command that has started all processes.
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import socket
@@ -16,14 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Any, cast
 
-import uvloop
-
 from banaserve.base.net.connections import ConnectionTable, Evictable
 from banaserve.base.net.framing import MessageReader
 from banaserve.base.net.loop_watch import LoopWatch
 from banaserve.base.net.tls import Certificates, ClientListener
 from banaserve.cli.terminal.console import print_error
 from banaserve.kvstore.sizes import parse_size
+from banaserve_route.balancer.event_loop import run_until_complete
 from banaserve_route.balancer.head_checks import HeadChecks
 from banaserve_route.balancer.http.client_connection import ClientConnection
 from banaserve_route.balancer.http.listening import listen
@@ -63,11 +61,7 @@ def main(argv: Sequence[str]) -> int:
         signal.signal(each, signal.SIG_IGN)
     *numbers, life = map(int, argv)
     listening, link = (socket.socket(fileno=number) for number in numbers)
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(listening, link, life))
+    run_until_complete(_serve(listening, link, life))
     return 0
 
 
