@@ -24,7 +24,6 @@ class Streams:
 
     def __init__(self):
         self.may_end = asyncio.Event()
-        self.num_begun = 0
 
     async def __aenter__(self):
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -42,8 +41,8 @@ class Streams:
                 writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
                 continue
             kind = b"Content-Type: text/event-stream\r\nTransfer-Encoding: chunked"
-            writer.write(b"HTTP/1.1 200 OK\r\n%b\r\n\r\n3\r\none\r\n" % kind)
-            self.num_begun += 1
+            status = b"400 No" if b"error" in head else b"200 OK"
+            writer.write(b"HTTP/1.1 %b\r\n%b\r\n\r\n3\r\none\r\n" % (status, kind))
             await self.may_end.wait()
             writer.write(b"3\r\ntwo\r\n0\r\n\r\n")
         writer.close()
@@ -93,10 +92,10 @@ class Route:
         writer.close()
         return line.split()[1]
 
-    async def stream(self):
+    async def stream(self, path=b"/v1/completions"):
         """Returns a connection with a stream under way."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: b\r\nContent-Length: 0\r\n\r\n")
+        writer.write(b"POST %b HTTP/1.1\r\nHost: b\r\nContent-Length: 0\r\n\r\n" % path)
         assert b"one" in await asyncio.wait_for(reader.readuntil(b"one\r\n"), WAIT_S)
         return reader, writer
 
@@ -138,9 +137,10 @@ async def test_a_signal_lets_streams_end_and_leaves_no_process(to_all):
         assert route.process.returncode == 128 + number
 
 
-async def test_the_process_that_decides_starts_again_and_streams_go_on():
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/v1/error"])
+async def test_the_process_that_decides_starts_again_and_streams_go_on(path):
     async with Streams() as server, Route(server.url) as route:
-        reader, writer = await route.stream()
+        reader, writer = await route.stream(path)
         [decides] = psutil.Process(route.process.pid).children()
         decides.kill()
         other = await route.stream_again()

@@ -37,6 +37,7 @@ class RelayedRequest:
     __slots__ = (
         "_attempts",
         "_client",
+        "_is_alone",
         "_message",
         "_on_ended",
         "_pools",
@@ -64,6 +65,7 @@ class RelayedRequest:
         self._pools, self._send, self._on_ended = pools, send, on_ended
         self._attempts: dict[int, _Attempt] = {}
         self._relayed: _Attempt | None = None
+        self._is_alone = False
 
     # From the balancer.
 
@@ -113,12 +115,16 @@ class RelayedRequest:
         self._client.done(self._message)
 
     def give_up(self) -> None:
-        """Answer that the balancer has ended, if no answer has begun."""
+        """Go on without the balancer, which has ended; answer so if no answer has begun."""
+        self._is_alone = True
         if self._relayed is None:
             self._drop_all()
             words = "the balancer has ended; try again shortly"
             self._write(replies.error(503, words, closes=True, retry_after_s=1.0))
             self._end(closes=True)
+        elif self._relayed.number not in self._attempts:
+            # The balancer has not said how the client learns of the end.
+            self._client.evict()
 
     # From the client.
 
@@ -170,7 +176,7 @@ class RelayedRequest:
         del self._attempts[attempt.number]
         attempt.exchange.end()
         self._send(AnswerEnded(attempt.number, num_reads, last))
-        if attempt.is_finished_here:
+        if attempt.is_finished_here or self._is_alone:
             self._end(closes=False)
 
     def broke(self, attempt: _Attempt, told: AnswerBroke) -> None:
@@ -180,6 +186,8 @@ class RelayedRequest:
         if told.is_ours:
             self._pools.drop_idle()
         self._send(told)
+        if self._is_alone:
+            self._client.evict()
 
 
 class _Attempt:
