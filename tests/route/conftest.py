@@ -142,10 +142,10 @@ class Reply:
 
 
 class Caller:
-    """One client's connection."""
+    """One client's connection; ``settled`` is awaited with it after each answer to ``ask``."""
 
-    def __init__(self, reader, writer):
-        self.reader, self.writer = reader, writer
+    def __init__(self, reader, writer, settled):
+        self.reader, self.writer, self._settled = reader, writer, settled
 
     async def send(self, data):
         self.writer.write(data)
@@ -154,7 +154,14 @@ class Caller:
     async def ask(self, path="/v1/completions", body=b"{}", fields="", method="POST"):
         head = f"{method} {path} HTTP/1.1\r\nHost: b\r\nContent-Length: {len(body)}\r\n{fields}\r\n"
         await self.send(head.encode("latin-1") + body)
-        return await self.reply(method == "HEAD")
+        reply = await self.reply(method == "HEAD")
+        await self._settled(self)
+        return reply
+
+    @property
+    def name(self):
+        """Address and port, as the server sees them."""
+        return self.writer.get_extra_info("sockname")
 
     async def head(self):
         head = (await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), WAIT_S)).decode()
@@ -257,7 +264,22 @@ class House:
         return made
 
     async def caller(self, port=None, ssl=None):
-        return Caller(*await asyncio.open_connection("127.0.0.1", port or self.port, ssl=ssl))
+        opened = await asyncio.open_connection("127.0.0.1", port or self.port, ssl=ssl)
+        return Caller(*opened, self._settled)
+
+    async def _settled(self, caller):
+        """Return once balancers know of the end of an answer, which a relay tells its client too.
+
+        A balancer without relays knows it first.
+        """
+        clients = (
+            one
+            for relays in self.relays
+            for each in relays._all
+            for one in each._link._clients.values()
+        )
+        mine = [one for one in clients if one.peer == caller.name]
+        await self.until(lambda: not any(one.request for one in mine))
 
     async def ask(self, *args, **kwargs):
         caller = await self.caller()

@@ -28,9 +28,8 @@ async def one_a_relay(house):
     found = {}
     while len(found) < house.processes:
         caller = await house.caller()
-        name = caller.writer.get_extra_info("sockname")
-        await house.until(lambda: name in peers(house))  # noqa: B023
-        if found.setdefault(peers(house)[name], caller) is not caller:
+        await house.until(lambda: caller.name in peers(house))  # noqa: B023
+        if found.setdefault(peers(house)[caller.name], caller) is not caller:
             caller.hang_up()
     return [found[number] for number in range(house.processes)]
 

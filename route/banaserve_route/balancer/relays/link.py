@@ -181,6 +181,7 @@ class RemoteClient:
         """Learn that the connection has ended."""
         if self._active is not None:
             self._active.cancel()
+        self._active, self.request = None, 0
         self._link.balancer.closed(self)
 
     def write(self, data: bytes) -> None:
