@@ -36,6 +36,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--streams", type=positive, default=256)
     add("--rate", type=float, default=200.0, help="requests/s where latency is compared")
     add("--policy", default="cache_aware", help="of banaserve route")
+    add("--processes", type=positive, default=1, help="of banaserve route: measure so many, too")
     add("--peers", type=Path, metavar="FOLDER", help="install the other routers there and compare")
     add("--insertions", type=positive, default=10_000_000, help="into the bounded prefix tree")
     add("--only", choices=("decisions", "proxy"), help="one part of the two")

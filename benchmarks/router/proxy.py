@@ -1,8 +1,8 @@
 """Cost of a router for a request and a streamed part, against vllm-router and sglang-router.
 
-CPU seconds of the router's own process, user and system, over closed loops of the same requests to
-the same replicas; health checks, retries and metrics are on in all of them. A part's cost is what
-a stream costs beyond a whole answer, divided by its parts.
+CPU seconds of the router's own processes, user and system, over closed loops of the same requests
+to the same replicas; health checks, retries and metrics are on in all of them. A part's cost is
+what a stream costs beyond a whole answer, divided by its parts.
 """
 
 from __future__ import annotations
@@ -78,6 +78,9 @@ def _commands(options: argparse.Namespace, ports: list[int]) -> dict[str, list[s
         f"banaserve_{policy}": [*ours, "--policy", policy]
         for policy in dict.fromkeys((options.policy, "round_robin"))
     }
+    if options.processes > 1:
+        several = [*made[f"banaserve_{options.policy}"], "--processes", str(options.processes)]
+        made[f"banaserve_{options.policy}_{options.processes}_processes"] = several
     if options.peers is None:
         return made
     for name in PEERS:
@@ -122,10 +125,9 @@ def _bodies(options: argparse.Namespace, count: int, run: int, is_stream: bool) 
 
 
 def _cpu_us(server: Server, port: int, asked: list[bytes], callers: int = NUM_CALLERS) -> float:
-    # Each router is one process; its threads are counted in nanoseconds.
-    before_s = server.front_cpu_s()
+    before_s = server.precise_cpu_s()
     asyncio.run(load.closed_loop(port, asked, callers))
-    return (server.front_cpu_s() - before_s) / len(asked) * 1e6
+    return (server.precise_cpu_s() - before_s) / len(asked) * 1e6
 
 
 def _latency(port: int, options: argparse.Namespace, run: int) -> float:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from msgspec import structs
 
 from banaserve.base.access.key_files import key_option
 from banaserve.base.arguments import Formatter, Options, Parser, option, pairs, values_of
@@ -28,6 +32,7 @@ from banaserve_route.balancer.config import (
 )
 from banaserve_route.balancer.config_file import read_settings
 from banaserve_route.balancer.discovery import Discovery
+from banaserve_route.balancer.relays.supervisor import Supervision, supervise
 from banaserve_route.policies import registry
 
 _DEFAULTS = BalancerSettings()
@@ -104,6 +109,9 @@ class RouteOptions:
     ssl_certfile: str = option("serve HTTPS; read again on change", "", metavar="FILE")
     ssl_keyfile: str = option("its key, where in a file of its own", "", metavar="FILE")
     replica_ca: str = option("authorities of https:// replicas", "", metavar="FILE")
+    processes: int = option(
+        "processes that relay bytes; with 2 or more, one more decides", _DEFAULTS.processes
+    )
     decision_log: str = option("file that gets one JSON line a request", "", metavar="FILE")
     traces: str = option("OTLP collector, such as http://HOST:4318", "", metavar="URL")
     health_path: str = option("path that probes of replicas ask for", _DEFAULTS.health.path)
@@ -164,11 +172,25 @@ def route_command(argv: Sequence[str]) -> int:
     raise_descriptor_limit()
     if (allowed := max_connections(settings)) < settings.limits.max_connections:
         say(f"{allowed} connections of clients at most: file descriptors (ulimit -n) allow no more")
+    host, port, processes = settings.host, settings.port, settings.processes
+    if processes > 1:
+        # Sockets that can be shared would be bound beside those of a balancer that runs already.
+        bind(host, port).close()
     # Bound early: a port found in use only later would cost minutes.
-    with bind(settings.host, settings.port) as sock:
+    with ExitStack() as stack:
+        listening = [
+            stack.enter_context(bind(host, port, is_shared=processes > 1)) for _ in range(processes)
+        ]
         say(f"looking at {len(settings.replicas)} replicas and {len(settings.peers)} peers")
-        discovery = Discovery(settings, print_error)
-        code = server.run(make, discovery, sock, lambda: _banner(balancers[0]), asked.config)
+
+        def run(supervision: Supervision | None = None) -> int:
+            found = settings
+            if supervision is not None and asked.config is not None:
+                found = _read_again(asked.config, settings)
+            discovery, ready = Discovery(found, print_error), partial(_banner, balancers)
+            return server.run(make, discovery, listening, ready, asked.config, supervision)
+
+        code = run() if processes == 1 else supervise(run, listening, print_error)
     say("ended")
     return code
 
@@ -178,6 +200,22 @@ def _from_file(argv: Sequence[str], path: Path) -> BalancerSettings:
     if len(argv) > (1 if argv[0].startswith("--config=") else 2):
         raise UserError(f"--config goes alone: write the other options into {path}")
     return read_settings(path)
+
+
+def _read_again(path: Path, first: BalancerSettings) -> BalancerSettings:
+    """Return the file's settings of now, for a process that starts in place of a killed one.
+
+    The sockets stay as they are, and ``first`` is returned if the file has a mistake.
+    """
+    try:
+        found = structs.replace(
+            read_settings(path), host=first.host, port=first.port, processes=first.processes
+        )
+        found.check()
+    except UserError as error:
+        print_error(f"{error}; going on with the settings of the start")
+        return first
+    return found
 
 
 def parse(argv: Sequence[str]) -> RouteOptions:
@@ -203,7 +241,8 @@ def make_parser() -> Parser:
     return parser
 
 
-def _banner(balancer: Balancer) -> None:
+def _banner(balancers: Sequence[Balancer]) -> None:
+    [balancer] = balancers
     settings = balancer.settings
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     url = f"http{'s' * bool(settings.ssl_certfile)}://{host}:{settings.port}"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
+import os
 from contextlib import ExitStack
 
 import msgspec
 import pytest
 import uvloop
+from msgspec import structs
 
+from banaserve.frontdoor.lifecycle.listening_socket import bind
 from banaserve_route.balancer.balancer import Balancer
 from banaserve_route.balancer.config import (
     BalancerSettings,
@@ -18,7 +20,9 @@ from banaserve_route.balancer.config import (
     PolicySettings,
     ReplicaSettings,
 )
-from banaserve_route.balancer.server import listen, tick
+from banaserve_route.balancer.http.listening import listen
+from banaserve_route.balancer.relays.processes import Relays
+from banaserve_route.balancer.server import tick
 from ports import held_port
 from region_link import RegionLink
 from waiting import until
@@ -138,10 +142,10 @@ class Reply:
 
 
 class Caller:
-    """One client's connection."""
+    """One client's connection; ``settled`` is awaited with it after each answer to ``ask``."""
 
-    def __init__(self, reader, writer):
-        self.reader, self.writer = reader, writer
+    def __init__(self, reader, writer, settled):
+        self.reader, self.writer, self._settled = reader, writer, settled
 
     async def send(self, data):
         self.writer.write(data)
@@ -150,7 +154,14 @@ class Caller:
     async def ask(self, path="/v1/completions", body=b"{}", fields="", method="POST"):
         head = f"{method} {path} HTTP/1.1\r\nHost: b\r\nContent-Length: {len(body)}\r\n{fields}\r\n"
         await self.send(head.encode("latin-1") + body)
-        return await self.reply(method == "HEAD")
+        reply = await self.reply(method == "HEAD")
+        await self._settled(self)
+        return reply
+
+    @property
+    def name(self):
+        """Address and port, as the server sees them."""
+        return self.writer.get_extra_info("sockname")
 
     async def head(self):
         head = (await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), WAIT_S)).decode()
@@ -193,9 +204,10 @@ class Caller:
 class House:
     """The balancer under test with its replicas and clients."""
 
-    def __init__(self):
+    def __init__(self, processes):
+        self.processes = processes
         self.log = []
-        self.balancers = []
+        self.balancers, self.relays = [], []
         self._open = []
         self._ports = ExitStack()
 
@@ -219,13 +231,23 @@ class House:
 
     async def open(self, settings, port=0, log=None):
         """Returns a balancer that serves, its port, and a function that kills it."""
+        # Each relay binds the port too.
+        port = port or held_port(self._ports)
+        settings = structs.replace(settings, port=port, processes=self.processes)
         balancer = Balancer(settings, (self.log if log is None else log).append)
         await balancer.start()
-        loop = asyncio.get_running_loop()
-        sock = socket.create_server(("127.0.0.1", port))
-        port = sock.getsockname()[1]
-        server = await listen(balancer, sock)
-        ticking = loop.create_task(tick(balancer))
+        shared = self.processes > 1
+        socks = [bind("127.0.0.1", port, is_shared=shared) for _ in range(self.processes)]
+        if shared:
+            life, held = os.pipe()
+            for descriptor in (life, held):
+                self._ports.callback(os.close, descriptor)
+            server = Relays(balancer, socks, life)
+            self.relays.append(server)
+            await server.start()
+        else:
+            server = await listen(balancer, socks[0])
+        ticking = asyncio.get_running_loop().create_task(tick(balancer))
 
         def kill():
             server.close()
@@ -242,7 +264,22 @@ class House:
         return made
 
     async def caller(self, port=None, ssl=None):
-        return Caller(*await asyncio.open_connection("127.0.0.1", port or self.port, ssl=ssl))
+        opened = await asyncio.open_connection("127.0.0.1", port or self.port, ssl=ssl)
+        return Caller(*opened, self._settled)
+
+    async def _settled(self, caller):
+        """Return once balancers know of the end of an answer, which a relay tells its client too.
+
+        A balancer without relays knows it first.
+        """
+        clients = (
+            one
+            for relays in self.relays
+            for each in relays._all
+            for one in each._link._clients.values()
+        )
+        mine = [one for one in clients if one.peer == caller.name]
+        await self.until(lambda: not any(one.request for one in mine))
 
     async def ask(self, *args, **kwargs):
         caller = await self.caller()
@@ -260,11 +297,21 @@ class House:
         self._ports.close()
 
 
+def pytest_generate_tests(metafunc):
+    given = [one.args[0] for one in metafunc.definition.iter_markers("parametrize")]
+    if "processes" in metafunc.fixturenames and "processes" not in given:
+        is_alone = metafunc.definition.get_closest_marker("one_process") is not None
+        several = () if is_alone else (pytest.param(2, marks=pytest.mark.room),)
+        metafunc.parametrize("processes", [1, *several])
+
+
 @pytest.fixture
-async def house():
-    made = House()
+async def house(processes):
+    made = House(processes)
     yield made
     made.close()
+    for relays in made.relays:
+        await relays.end()
     for balancer in made.balancers:
         await made.until(lambda: not len(balancer.connections))  # noqa: B023
         balancer.fleet.check()

@@ -92,6 +92,7 @@ async def test_a_request_that_a_dead_replica_refuses_waits_for_one_that_is_full(
     assert balancer.targets[dead.id].breaker.num_opened == 0
 
 
+@pytest.mark.one_process
 async def test_a_request_that_waits_for_a_full_replica_holds_up_no_other(house):
     async def stay(asked):
         await is_free.wait()
@@ -158,6 +159,7 @@ async def test_a_stream_that_breaks_before_its_first_event_is_tried_again(house)
     assert broken.asked
 
 
+@pytest.mark.one_process
 async def test_a_stream_waits_for_its_first_token_until_its_first_event(house):
     async def stream(asked):
         await asked.begin_stream()

@@ -120,6 +120,7 @@ async def test_a_request_may_come_in_drops(small, at_a_time):
     assert small.one.asked[0].body == b"abcdef"
 
 
+@pytest.mark.one_process
 async def test_who_sends_too_slowly_is_told_and_let_go(small):
     clients = small.balancer._clients
     caller = await small.caller()
@@ -134,6 +135,7 @@ async def test_who_sends_too_slowly_is_told_and_let_go(small):
     assert await silent.reader.read() == b""
 
 
+@pytest.mark.one_process
 async def test_bodies_in_memory_are_bounded_all_together(house):
     replica = await house.replica()
     balancer = await house.balance(replica, limits=LimitSettings(max_buffered="1000B"))

@@ -98,6 +98,7 @@ async def test_silent_connections_keep_nobody_out(house):
         assert await is_closed(silent[0])
 
 
+@pytest.mark.one_process
 async def test_one_address_takes_no_place_of_another(house):
     async with known_stream(house, max_connections=40, max_connections_per_address=4) as balancer:
         other = await asyncio.open_connection("127.0.0.1", house.port, local_addr=("127.0.0.2", 0))
@@ -127,6 +128,7 @@ async def test_a_new_connection_is_refused_where_all_others_have_shown_a_key(hou
         assert (await one.ask(fields=KEY)).status == 200
 
 
+@pytest.mark.one_process
 async def test_a_head_has_its_time_and_silence_too(house):
     async with known_stream(house) as balancer:
         half, silent = await house.caller(), await house.caller()
@@ -149,7 +151,9 @@ async def test_heads_are_bounded(house):
 
 
 async def test_bodies_without_a_key_take_no_places(house):
-    async with known_stream(house, max_requests=3, max_buffered="1KiB") as balancer:
+    async with known_stream(
+        house, max_requests=3, max_buffered="4KiB", max_body="1KiB"
+    ) as balancer:
         for _ in range(10):
             caller = await house.caller()
             await caller.send(
@@ -159,6 +163,7 @@ async def test_bodies_without_a_key_take_no_places(house):
         assert balancer.buffered_bytes == 0
 
 
+@pytest.mark.one_process
 async def test_a_body_has_its_time_in_all_however_it_trickles(house, monkeypatch):
     passed_s = 0.0
     monkeypatch.setattr(client_connection, "monotonic", lambda: monotonic() + passed_s)
@@ -179,6 +184,7 @@ async def test_a_body_has_its_time_in_all_however_it_trickles(house, monkeypatch
         assert (await steady.reply()).body == half + half
 
 
+@pytest.mark.one_process
 async def test_a_client_that_never_reads_is_dropped_in_mid_answer(house):
     large = b"x" * (16 * 2**20)
 
@@ -230,6 +236,7 @@ def no_descriptors_left():
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.one_process
 async def test_a_lack_of_descriptors_is_no_fault_of_a_replica(house):
     async with known_stream(house, max_attempts=2) as balancer:
         [target] = balancer.targets.values()

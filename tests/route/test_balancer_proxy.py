@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 
+import pytest
+
 from banaserve_route.balancer.config import LimitSettings, ReplicaSettings
 from banaserve_route.balancer.http.replica_connection import ReplicaConnection
 
@@ -137,6 +139,7 @@ async def test_an_answer_without_a_length_ends_with_the_connection(house):
     assert (reply.body, reply.fields["connection"]) == (b"abc", "close")
 
 
+@pytest.mark.one_process
 async def test_a_client_that_does_not_read_holds_its_replica_up_and_nothing_is_lost(
     house, monkeypatch
 ):
@@ -280,6 +283,7 @@ async def test_an_answer_to_head_has_no_body(house):
         assert (await caller.ask("/health", method="HEAD", body=b"")).status == 200
 
 
+@pytest.mark.one_process
 async def test_requests_under_way_finish_when_the_balancer_leaves(house):
     go_on = asyncio.Event()
 

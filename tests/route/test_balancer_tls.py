@@ -38,6 +38,7 @@ async def test_clients_are_served_over_tls(house, tmp_path):
     assert await plain.reader.read() == b""
 
 
+@pytest.mark.one_process
 async def test_changed_certificates_are_read_again(house, tmp_path):
     balancer = await house.balance(await house.replica(), **certified(tmp_path))
     kept = await https(house, tmp_path)
@@ -51,6 +52,7 @@ async def test_changed_certificates_are_read_again(house, tmp_path):
         assert (await one.ask()).status == 200
 
 
+@pytest.mark.one_process
 async def test_handshakes_that_do_not_end_keep_nobody_out(house, tmp_path):
     limits = LimitSettings(max_connections=8, max_connections_per_address=8)
     balancer = await house.balance(

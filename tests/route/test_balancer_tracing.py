@@ -50,6 +50,7 @@ async def test_a_path_over_two_balancers_is_one_trace(house):
         balancer.observers.append(spans)
     reply = await house.ask(body=b'{"prompt": "secret"}', fields=f"traceparent: {PARENT}\r\n")
     assert reply.status == 200
+    await house.until(lambda: len(exporters[1].get_finished_spans()) == 2)
     attempt, route = exporters[0].get_finished_spans()
     far_attempt, far_route = exporters[1].get_finished_spans()
     assert f"{route.parent.span_id:016x}" == PARENT.split("-")[2]

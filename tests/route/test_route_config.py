@@ -97,6 +97,12 @@ def test_toml_and_yaml_mean_the_same(tmp_path):
         ("api_keys = ['k']\npeer_key = 'k'", "peer_key is one of the API keys"),
         ("api_keys = ['k']\nadmin_key = 'k'", "admin_key is one of the other keys"),
         ("host = '0.0.0.0'", "lets other machines in"),
+        ("processes = 0", "processes is 0: give 1 to 64"),
+        ("processes = 2\n[limits]\nmax_body = '2GiB'", "max_body is 2GiB: give 1GiB at most"),
+        (
+            "processes = 2\n[limits]\nmax_buffered = '64MiB'",
+            "max_buffered is 64MiB, of which each of 2 processes has a part",
+        ),
         (
             "[health]\noutlier_latency_factor = 0.5",
             "outlier_latency_factor is 0.5: give more than 1",

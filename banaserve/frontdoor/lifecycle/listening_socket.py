@@ -31,8 +31,11 @@ _MAX_MESSAGE_BYTES = 4096
 logger = logging.getLogger(__name__)
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, is_shared: bool = False) -> socket.socket:
     """Return a listening socket; the caller closes it.
+
+    Args:
+        is_shared: True if shared sockets of the same user may listen at the address too.
 
     Raises:
         UserError: The port is in use, or the address is not this machine's.
@@ -40,6 +43,8 @@ def bind(host: str, port: int) -> socket.socket:
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind((host, port))
         sock.listen(_BACKLOG)
     except (OSError, TypeError) as error:

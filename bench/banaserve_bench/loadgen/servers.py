@@ -37,6 +37,16 @@ _FIRST_PORT = 10240
 _PORT_TRIES = 100
 
 
+def _thread_cpu_s(pid: int) -> float:
+    """Return CPU seconds of all live threads of a process."""
+    total_ns = 0
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        # schedstat counts nanoseconds; the times of ps count hundredths of a second.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            total_ns += int((thread / "schedstat").read_text().split()[0])
+    return total_ns / 1e9
+
+
 class Server:
     """A running server and all processes below it."""
 
@@ -61,12 +71,11 @@ class Server:
 
     def front_cpu_s(self) -> float:
         """Return CPU seconds of all live threads of the process that answers HTTP."""
-        total_ns = 0
-        for thread in Path(f"/proc/{self._process.pid}/task").iterdir():
-            # schedstat counts nanoseconds; the times of ps count hundredths of a second.
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                total_ns += int((thread / "schedstat").read_text().split()[0])
-        return total_ns / 1e9
+        return _thread_cpu_s(self._process.pid)
+
+    def precise_cpu_s(self) -> float:
+        """Return CPU seconds of all live threads of all live processes."""
+        return sum(_thread_cpu_s(process.pid) for process in self.processes())
 
     def front_memory_bytes(self) -> int:
         """Return the memory of the process that answers HTTP; shared pages count in part (PSS)."""

@@ -12,6 +12,11 @@ from banaserve_route.balancer.http.request import ClientRequest, RequestRefusedE
 OPEN_PATHS = frozenset((b"/health", b"/ready", b"/ping", b"/metrics"))
 """Paths that the balancer itself answers, without a key."""
 
+STATE_PATH = b"/_banaserve/state"
+PREFIXES_PATH = b"/_banaserve/prefixes"
+PEER_PATHS = frozenset((STATE_PATH, PREFIXES_PATH))
+"""Paths that the balancer itself answers, to peers only."""
+
 PASSED_PREFIXES = (b"/v1/", b"/v2/")
 PASSED_PATHS = frozenset(
     (b"/tokenize", b"/detokenize", b"/pooling", b"/classify", b"/score", b"/rerank", b"/generate",

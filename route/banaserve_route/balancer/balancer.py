@@ -21,18 +21,17 @@ from banaserve.base.net.tls import Certificates
 from banaserve.base.types import RequestId
 from banaserve.kvstore.sizes import parse_size
 from banaserve_route.balancer.auth import (
-    OPEN_PATHS,
     PEER_FIELD,
+    PEER_PATHS,
+    PREFIXES_PATH,
     REGIONS_FIELD,
-    Keys,
+    STATE_PATH,
     Regions,
-    check_key,
-    check_path,
-    check_peer,
 )
 from banaserve_route.balancer.config import BalancerSettings, PolicySettings, ShadowSettings
+from banaserve_route.balancer.head_checks import HeadChecks
 from banaserve_route.balancer.http import replies
-from banaserve_route.balancer.http.client_connection import ClientConnection, RequestHandler
+from banaserve_route.balancer.http.client_connection import Client, RequestHandler
 from banaserve_route.balancer.http.request import ClientRequest, RequestRefusedError
 from banaserve_route.balancer.metrics import Metrics
 from banaserve_route.balancer.page.files import NO_STORE, PAGE_FIELDS, STATUS_PATH, balancer_files
@@ -46,12 +45,7 @@ from banaserve_route.balancer.requests.routing_request import blind_request, rea
 from banaserve_route.balancer.state_file import StateFile
 from banaserve_route.balancer.targets.ejection import OutlierEjector
 from banaserve_route.balancer.targets.membership import TargetRegistry, shared_prefixes
-from banaserve_route.balancer.targets.peers import (
-    PEER_PATHS,
-    PREFIXES_PATH,
-    STATE_PATH,
-    encode_state,
-)
+from banaserve_route.balancer.targets.peers import encode_state
 from banaserve_route.balancer.tenants import TenantQuotas, forwarded_identity
 from banaserve_route.balancer.tracing import observers
 from banaserve_route.policies.fleet import Fleet
@@ -72,6 +66,7 @@ FIXED = (
     "ssl_certfile",
     "ssl_keyfile",
     "replica_ca",
+    "processes",
     "tokenizer",
 )
 """Settings that cannot change during the life of a balancer."""
@@ -93,6 +88,7 @@ class Balancer(RequestHandler):
         queue: Requests that wait for a target.
         registry: Targets and their probers.
         prefixes: Prefixes shared with peers; None if the policy shares none.
+        on_settings: Called with the settings after each change.
         connections: Connections of clients, including those in a TLS handshake.
         certificates: Certificates for serving clients; None for plain HTTP.
         is_leaving: True if no more requests are taken.
@@ -122,12 +118,12 @@ class Balancer(RequestHandler):
         hedger = Hedger(self._ejector.times)
         self._dispatcher = Dispatcher(self.fleet, self.registry, self.queue, hedger, log)
         self.is_leaving = False
+        self.on_settings: Callable[[BalancerSettings], None] = lambda _: None
         self.certificates: Certificates | None = None
         self.buffered_bytes = 0
         self._tenants = TenantQuotas(self._over_limit)
-        self._peer_keys = Keys([settings.peer_key] if settings.peer_key else [])
         self.observers = observers(settings, log)
-        self._clients: set[ClientConnection] = set()
+        self._clients: set[Client] = set()
         self._watch = LoopWatch(TICK_S)
         self.connections: ConnectionTable[Evictable] = ConnectionTable(1)
         self._refusal_log = RefusalLog(log)
@@ -162,10 +158,7 @@ class Balancer(RequestHandler):
         self.connections.max_connections = max_connections(settings)
         self.connections.max_per_address = limits.max_connections_per_address
         self._max_buffered_bytes = parse_size(limits.max_buffered)
-        self._keys = Keys([*settings.api_keys, *(one.key for one in settings.tenants)])
-        self._admin_keys = Keys([settings.admin_key] if settings.admin_key else [])
-        page = {STATUS_PATH, *balancer_files()} if settings.admin_key else frozenset()
-        self._own_paths = OPEN_PATHS | page
+        self._checks = HeadChecks(settings)
         self._regions = Regions(settings.tenants)
         self._tenants.take_settings(settings)
         has_models = any(one.models for one in settings.replicas)
@@ -195,6 +188,7 @@ class Balancer(RequestHandler):
         if fixed:
             raise UserError(f"{', '.join(fixed)} cannot change while serving: start again")
         self._take_settings(settings)
+        self.on_settings(settings)
         self._schedule_pass()
 
     async def start(self) -> None:
@@ -203,7 +197,7 @@ class Balancer(RequestHandler):
 
     # Requests of clients: handlers in the order of the events.
 
-    def opened(self, client: ClientConnection) -> bool:
+    def opened(self, client: Client) -> bool:
         self._clients.add(client)
         evicted = self.connections.add(client, client.peer)
         if evicted is None or evicted is client:
@@ -212,28 +206,20 @@ class Balancer(RequestHandler):
         evicted.evict()
         return True
 
-    def closed(self, client: ClientConnection) -> None:
+    def closed(self, client: Client) -> None:
         self._clients.discard(client)
         self.connections.remove(client, client.peer)
 
-    def check_head(self, client: ClientConnection, message: ClientRequest) -> None:
-        if message.path in self._own_paths:
-            if message.path == STATUS_PATH:
-                check_key(self._admin_keys, message)
+    def check_head(self, client: Client, message: ClientRequest) -> None:
+        if self._checks.is_own(message):
             return
-        if PEER_FIELD in message.seen:
-            # Another balancer has checked the client's key.
-            check_peer(self._peer_keys, message)
-            self.connections.authenticated(client, client.peer)
-            if message.path in PEER_PATHS:
-                return
-        else:
-            check_key(self._keys, message)
-            self.connections.authenticated(client, client.peer)
-            # Reading a small body costs less than a new connection after a refusal.
-            if message.announced_bytes > _SMALL_BODY_BYTES:
-                self._check_quota(message)
-        check_path(message.path)
+        self._checks.check_key(message)
+        self.connections.authenticated(client, client.peer)
+        if not self._checks.is_passed(message):
+            return
+        # Reading a small body costs less than a new connection after a refusal.
+        if message.announced_bytes > _SMALL_BODY_BYTES and PEER_FIELD not in message.seen:
+            self._check_quota(message)
         if len(self._under_way) >= self.settings.limits.max_requests:
             raise RequestRefusedError(
                 429, f"{len(self._under_way)} requests are under way; try again"
@@ -261,8 +247,8 @@ class Balancer(RequestHandler):
         self.metrics.dropped(cause)
         self._refusal_log.say(cause, why)
 
-    def take(self, client: ClientConnection, message: ClientRequest) -> ProxiedRequest | None:
-        if message.path in self._own_paths or message.path in PEER_PATHS:
+    def take(self, client: Client, message: ClientRequest) -> ProxiedRequest | None:
+        if message.path in self._checks.own_paths or message.path in PEER_PATHS:
             client.write(self._answer(message, closes=not client.can_go_on))
             client.done(message)
             return None

@@ -405,6 +405,10 @@ class HedgeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         return float(found[1]) / 100 if found and found[1] else None
 
 
+_MAX_PROCESSES = 64
+_MAX_TOLD_BODY_BYTES = 2**30
+
+
 class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """All settings of one balancer.
 
@@ -422,6 +426,8 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         replica_ca: File of authorities for replicas and peers with ``https://``; empty for the
             system's authorities.
         forward_to: Regions to which requests may be forwarded; None: all of ``peers``.
+        processes: Number of processes that accept clients and relay bytes; with 2 or more, one more
+            process decides for all of them. 1: one process does both.
         tokenizer: Folder with the ``tokenizer.json`` of the served model, and its chat template:
             policies get the number of a prompt's tokens, and texts are compared with the KV events
             of replicas too; empty: four bytes count as a token.
@@ -444,6 +450,7 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     ssl_certfile: str = ""
     ssl_keyfile: str = ""
     replica_ca: str = ""
+    processes: int = 1
     tokenizer: str = ""
     limits: LimitSettings = LimitSettings()
     health: HealthSettings = HealthSettings()
@@ -460,9 +467,35 @@ class BalancerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         self.hedge.check()
         if not 0 < self.port < 65536:
             raise UserError(f"port is {self.port}: give 1 to 65535")
+        self._check_processes()
         self._check_keys()
         self._check_servers()
         self._check_tls()
+
+    def _check_processes(self) -> None:
+        if not 1 <= self.processes <= _MAX_PROCESSES:
+            raise UserError(f"processes is {self.processes}: give 1 to {_MAX_PROCESSES}")
+        if self.processes == 1:
+            return
+        limits = self.limits
+        if parse_size(limits.max_body) > _MAX_TOLD_BODY_BYTES:
+            raise UserError(
+                f"limits.max_body is {limits.max_body}: give 1GiB at most with processes, which "
+                "tell each other of bodies"
+            )
+        if parse_size(limits.max_body) > self.buffered_bytes_of_relay:
+            raise UserError(
+                f"limits.max_buffered is {limits.max_buffered}, of which each of {self.processes} "
+                f"processes has a part that limits.max_body, {limits.max_body}, exceeds: change one"
+            )
+
+    @property
+    def buffered_bytes_of_relay(self) -> int:
+        """Return the maximum size of the bodies in the memory of one of several processes.
+
+        The process that decides has a copy of each.
+        """
+        return parse_size(self.limits.max_buffered) // (2 * self.processes)
 
     def _check_keys(self) -> None:
         tenants = [one.key for one in self.tenants]

@@ -66,6 +66,7 @@ class Metrics(Collector):
         self.caches = KnownCaches()
         self.prompts: Counter[str] = Counter()
         self.hedges: Counter[str] = Counter()
+        self.num_relay_ends = 0
 
     def ended(
         self, status: int, arrived_s: float, now_s: float, num_reads: int, flights: list[Flight]
@@ -139,6 +140,9 @@ class Metrics(Collector):
             name + "under_way", "Requests under way.", value=self.num_under_way()
         )
         yield _counter(name + "hedges", "Late requests.", ["outcome"], self.hedges)
+        yield CounterMetricFamily(
+            name + "relay_ends", "Ends of processes that relay.", value=self.num_relay_ends
+        )
         yield from self._of_caches()
         yield from self._of_shadow()
         yield from self._of_targets()

@@ -3,102 +3,107 @@
 from __future__ import annotations
 
 import asyncio
-import gc
+import contextlib
+import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
-import uvloop
-
-from banaserve.base.net.sockets import keep_alive
-from banaserve.base.net.tls import Certificates, ClientListener, TlsListener
+from banaserve.base.net.tls import ClientListener
 from banaserve_route.balancer.balancer import TICK_S, Balancer
 from banaserve_route.balancer.config import BalancerSettings
 from banaserve_route.balancer.config_file import follow
 from banaserve_route.balancer.discovery import Discovery
-from banaserve_route.balancer.http.client_connection import ClientConnection
+from banaserve_route.balancer.event_loop import run_until_complete
+from banaserve_route.balancer.http.listening import listen
+from banaserve_route.balancer.relays.processes import Relays
+from banaserve_route.balancer.relays.supervisor import Supervision
 
 _TICKS_A_SLOW_ONE = 5
-_BACKLOG = 2048
-_HANDSHAKE_S = 10.0
 
 
 def run(
     make: Callable[[BalancerSettings], Balancer],
     discovery: Discovery,
-    sock: socket.socket,
+    listening: Sequence[socket.socket],
     on_ready: Callable[[], None],
     config: Path | None = None,
+    supervision: Supervision | None = None,
 ) -> int:
-    """Serve on ``sock`` until SIGINT or SIGTERM; return 128 plus the signal's number.
+    """Serve until SIGINT or SIGTERM; return 128 plus the signal's number.
 
-    The settings follow changes of the file ``config``, if there is one, and of the addresses of
-    names.
+    There is a socket for each relay, or, without ``supervision``, one for this process. The
+    settings follow changes of the file ``config``, if there is one, and of the addresses of names.
 
     After the first signal, requests under way may finish within a limited time; the second signal
     ends the process at once.
     """
-    # Objects allocated so far stay, and requests make no cycles, so searching for them can be rare.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve(make, discovery, sock, on_ready, config))
+    return run_until_complete(serve(make, discovery, listening, on_ready, config, supervision))
 
 
 async def serve(
     make: Callable[[BalancerSettings], Balancer],
     discovery: Discovery,
-    sock: socket.socket,
+    listening: Sequence[socket.socket],
     on_ready: Callable[[], None],
     config: Path | None,
+    supervision: Supervision | None,
 ) -> int:
     """Serve as ``run`` does, within a running event loop of the main thread."""
     loop = asyncio.get_running_loop()
     signals: asyncio.Queue[int] = asyncio.Queue()
-    for each in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(each, signals.put_nowait, int(each))
+    if supervision is not None:
+        loop.add_reader(supervision.signals, _take_signals, supervision.signals, signals)
+    else:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(each, signals.put_nowait, int(each))
     await discovery.look()
     balancer = make(discovery.settings)
     await balancer.start()
     tasks = [loop.create_task(tick(balancer)), loop.create_task(discovery.follow(balancer))]
     if config is not None:
         tasks.append(loop.create_task(follow(config, balancer, discovery)))
-    server = await listen(balancer, sock)
-    on_ready()
-    try:
-        number = await signals.get()
-        server.close()
-        await drain(balancer, signals)
-    finally:
-        for task in tasks:
-            task.cancel()
-        balancer.close()
+    async with accepting(balancer, listening, supervision) as server:
+        on_ready()
+        try:
+            number = await signals.get()
+            server.close()
+            await drain(balancer, signals)
+        finally:
+            for task in tasks:
+                task.cancel()
+            balancer.close()
     return 128 + number
 
 
-async def listen(balancer: Balancer, sock: socket.socket) -> ClientListener:
-    """Accept clients on ``sock``, with TLS if the settings name a certificate.
+def _take_signals(descriptor: int, signals: asyncio.Queue[int]) -> None:
+    """Read the numbers of signals; the end of the supervisor counts as SIGTERM."""
+    numbers = os.read(descriptor, 64)
+    if not numbers:
+        asyncio.get_running_loop().remove_reader(descriptor)
+    for number in numbers or (signal.SIGTERM,):
+        signals.put_nowait(int(number))
+
+
+@contextlib.asynccontextmanager
+async def accepting(
+    balancer: Balancer, listening: Sequence[socket.socket], supervision: Supervision | None
+) -> AsyncIterator[ClientListener | Relays]:
+    """Accept clients, in this process or in relays that end with the block.
 
     Raises:
-        UserError: The certificate cannot be used.
+        UserError: The certificate cannot be used, or a relay does not start.
     """
-    keep_alive(sock)
-    if (tls := balancer.settings.server_tls) is None:
-        loop = asyncio.get_running_loop()
-        return await loop.create_server(
-            lambda: ClientConnection(balancer), sock=sock, backlog=_BACKLOG
-        )
-    balancer.certificates = Certificates(tls, balancer.log)
-    return TlsListener(
-        sock,
-        lambda: ClientConnection(balancer),
-        balancer.certificates,
-        balancer.connections,
-        _HANDSHAKE_S,
-        lambda cause: balancer.dropped(cause, "a connection has ended before its TLS handshake"),
-    )
+    if supervision is None:
+        yield await listen(balancer, listening[0])
+        return
+    relays = Relays(balancer, listening, supervision.life)
+    try:
+        await relays.start()
+        yield relays
+    finally:
+        await relays.end()
 
 
 async def tick(balancer: Balancer) -> None:

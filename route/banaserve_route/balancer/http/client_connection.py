@@ -12,6 +12,8 @@ import httptools
 
 from banaserve.base.net.stalled_writes import StalledWrites, num_unread_bytes
 from banaserve_route.balancer.http import replies
+from banaserve_route.balancer.http.exchange import Exchange, ReplicaExchange
+from banaserve_route.balancer.http.replica_connection import ConnectionPool, Sink
 from banaserve_route.balancer.http.request import MAX_HEAD_BYTES, ClientRequest, RequestRefusedError
 
 MAX_PIPELINED = 16
@@ -23,7 +25,6 @@ KEEP_ALIVE_S = 75.0
 _LINGER_S = 2.0
 UNREAD_S = 75.0
 _CHUNK_LINES_BYTES = 64
-_RETRY_AFTER_S = 1.0
 
 
 class ActiveRequest(Protocol):
@@ -40,11 +41,51 @@ class ActiveRequest(Protocol):
     def resume(self) -> None: ...
 
 
+class Client(Protocol):
+    """Connection of a client as the balancer sees it, in this process or in a relay.
+
+    Attributes:
+        can_go_on: True if another request may follow the one under way.
+        peer: The client's address and port.
+    """
+
+    can_go_on: bool
+    peer: Hashable
+
+    def write(self, data: bytes) -> None: ...
+
+    def done(self, message: ClientRequest) -> None:
+        """Finish ``message``, whose answer is complete."""
+        ...
+
+    def abort(self) -> None:
+        """Break the connection, so that half an answer is not mistaken for a complete one."""
+        ...
+
+    def exchange(
+        self, pool: ConnectionPool, parts: list[bytes], sink: Sink, to_head: bool
+    ) -> Exchange:
+        """Send the client's request to the server of ``pool``; its answer goes to ``sink``."""
+        ...
+
+    def sweep(self, now_s: float) -> None:
+        """Close the connection if its client has taken too long to send or to read."""
+        ...
+
+    def evict(self) -> None:
+        """Make way for another connection."""
+        ...
+
+    def leave_if_idle(self) -> None:
+        """Close the connection if no request is under way, or else after the answer."""
+        ...
+
+
 class RequestHandler(Protocol):
     """Server behind the connections of clients.
 
-    The balancer implements this protocol. The protocol is here because the balancer's modules
-    import this one: a connection that imported its balancer would close a circle of imports.
+    The balancer implements this protocol, and each relay. The protocol is here because the modules
+    of both import this one: an import of theirs would close a circle.
 
     Attributes:
         max_body_bytes: Maximum size of the body of a request, in bytes.
@@ -91,9 +132,7 @@ class RequestHandler(Protocol):
 class ClientConnection(asyncio.Protocol):
     """Connection from a client, on which requests and answers follow one another in order.
 
-    Attributes:
-        can_go_on: True if another request may follow the one under way.
-        peer: The client's address and port.
+    The attributes are those of ``Client``.
     """
 
     __slots__ = (
@@ -139,7 +178,7 @@ class ClientConnection(asyncio.Protocol):
         self.peer = self._transport.get_extra_info("peername") or id(self)
         self._within(HEAD_TIMEOUT_S)
         if not self._handler.opened(self):
-            self._turn_away()
+            self.turn_away()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.can_go_on = False
@@ -272,6 +311,11 @@ class ClientConnection(asyncio.Protocol):
         self._active = None
         self._transport.abort()
 
+    def exchange(
+        self, pool: ConnectionPool, parts: list[bytes], sink: Sink, to_head: bool
+    ) -> Exchange:
+        return ReplicaExchange(pool, parts, sink, to_head)
+
     # Time limits, back-pressure, closing.
 
     def sweep(self, now_s: float) -> None:
@@ -323,18 +367,19 @@ class ClientConnection(asyncio.Protocol):
         if not self._is_busy and not self._waiting:
             self._answer_refusal(error)
 
-    def _turn_away(self) -> None:
+    def turn_away(self) -> None:
         """Refuse the connection and close it at once: lingering would hold a file descriptor."""
         error = RequestRefusedError(503, "too many connections are open; try again shortly")
         self._refusal = error
         self._handler.refused(error)
-        self.write(replies.error(503, str(error), closes=True, retry_after_s=_RETRY_AFTER_S))
+        self.write(replies.error(503, str(error), closes=True, retry_after_s=error.retry_after_s))
         self._transport.close()
 
     def _answer_refusal(self, error: RequestRefusedError) -> None:
-        usual = _RETRY_AFTER_S if error.status in (429, 503) else None
-        again = usual if error.retry_after_s is None else error.retry_after_s
-        self.write(replies.error(error.status, str(error), closes=True, retry_after_s=again))
+        retry_after_s = error.retry_after_s
+        self.write(
+            replies.error(error.status, str(error), closes=True, retry_after_s=retry_after_s)
+        )
         self._leave()
 
     def _leave(self) -> None:

@@ -9,6 +9,7 @@ from banaserve.base.errors import BanaServeError
 
 MAX_FIELDS = 128
 MAX_HEAD_BYTES = 32 * 1024
+_RETRY_AFTER_S = 1.0
 
 # Fields about the connection, or created anew for the next connection.
 _DROPPED = frozenset(
@@ -36,17 +37,18 @@ class RequestRefusedError(BanaServeError):
 
     Attributes:
         closes: True if the following bytes on the connection cannot be trusted.
-        retry_after_s: Time until the client may try again, in seconds; None: the default of the
-            status.
+        retry_after_s: Time until the client may try again, in seconds; None for none.
     """
 
     def __init__(
         self, status: int, why: str, closes: bool = True, retry_after_s: float | None = None
     ) -> None:
+        """``retry_after_s`` is a second by default, for the statuses 429 and 503."""
         super().__init__(why)
         self.status = status
         self.closes = closes
-        self.retry_after_s = retry_after_s
+        usual_s = _RETRY_AFTER_S if status in (429, 503) else None
+        self.retry_after_s = usual_s if retry_after_s is None else retry_after_s
 
 
 class ClientRequest:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from banaserve.base.errors import ProtocolError
@@ -41,14 +42,25 @@ _EVENTS = re.compile(rb"^content-type:[ \t]*text/event-stream", re.IGNORECASE | 
 _HEX = re.compile(rb"[0-9a-fA-F]{1,15}")
 
 
+class BodyEnd(StrEnum):
+    """Sign by which a body ends."""
+
+    LENGTH = "length"
+    LAST_CHUNK = "last_chunk"
+    CLOSE = "close"
+    """The end of the connection."""
+
+
 class Body(Protocol):
     """Framing of a body, which finds the body's end.
 
     Attributes:
+        ends_by: Sign of the body's end.
         is_done: True if the whole body has been fed.
         at_boundary: True if the balancer could insert bytes of its own after those fed so far.
     """
 
+    ends_by: BodyEnd
     is_done: bool
 
     @property
@@ -67,6 +79,7 @@ class LengthBody:
     """Body of a known number of bytes."""
 
     __slots__ = ("_left", "is_done")
+    ends_by = BodyEnd.LENGTH
 
     def __init__(self, num_bytes: int) -> None:
         self._left = num_bytes
@@ -90,6 +103,7 @@ class UntilClose:
     """Body that ends with its connection."""
 
     __slots__ = ("is_done",)
+    ends_by = BodyEnd.CLOSE
 
     def __init__(self) -> None:
         self.is_done = False
@@ -106,6 +120,7 @@ class ChunkedBody:
     """Body in the chunked transfer coding; chunk extensions are refused."""
 
     __slots__ = ("_in_trailers", "_left", "_line", "is_done")
+    ends_by = BodyEnd.LAST_CHUNK
 
     def __init__(self) -> None:
         # Bytes left of the current chunk, including its line end.
@@ -228,6 +243,15 @@ class ResponseHead:
     body: Body
     keep_alive: bool
     is_events: bool
+
+    def to_client(self, data: bytes, closes: bool) -> bytes:
+        """Return the head for the client, followed by the first bytes of the body.
+
+        Args:
+            closes: True if the client's connection ends with this answer.
+        """
+        end = b"Connection: close\r\n\r\n" if closes else b"\r\n"
+        return b"%b%b%b" % (self.lines, end, data)
 
 
 def parse_response_head(head: bytes, to_head: bool = False) -> ResponseHead:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from time import monotonic
 
-from banaserve.base.net.sockets import is_own_fault
-from banaserve_route.balancer.http.replica_connection import ReplicaConnection, Sink
+from banaserve_route.balancer.http.exchange import Exchange
 from banaserve_route.balancer.requests.dispatcher import Dispatcher
 from banaserve_route.policies.interface import Request, RoutingDecision
 
@@ -22,56 +20,22 @@ class UpstreamAttempt:
     """Attempt at one target, counted as sent when it is created, and as ended exactly once.
 
     Attributes:
+        exchange: Request as it was sent; set by the caller, right after the attempt is created.
         flight: Record of the attempt for the policy.
         prompt_tokens: Number of prompt tokens that the answer states; 0 if it states none.
     """
 
-    __slots__ = (
-        "_connecting",
-        "_dispatcher",
-        "_upstream",
-        "flight",
-        "is_over",
-        "prompt_tokens",
-        "target",
-    )
+    __slots__ = ("_dispatcher", "exchange", "flight", "prompt_tokens", "target")
+    exchange: Exchange
 
     def __init__(self, dispatcher: Dispatcher, request: Request, decision: RoutingDecision) -> None:
         """``decision`` must have a target."""
         now_s = monotonic()
         self._dispatcher = dispatcher
-        self._upstream: ReplicaConnection | None = None
-        self._connecting: asyncio.Task[None] | None = None
-        self.is_over = False
         self.prompt_tokens = 0
         self.target = dispatcher.target(decision)
         self.flight = dispatcher.fleet.sent(request, decision, now_s)
         self.target.sent(now_s)
-
-    def start(self, parts: list[bytes], sink: Sink, to_head: bool) -> None:
-        """Send the request, on an idle connection or on a new one."""
-        upstream = self.target.pool.take()
-        if upstream is not None:
-            self._upstream = upstream
-            upstream.send(parts, sink, to_head)
-            return
-        connecting = self._connect(parts, sink, to_head)
-        self._connecting = asyncio.get_running_loop().create_task(connecting)
-
-    async def _connect(self, parts: list[bytes], sink: Sink, to_head: bool) -> None:
-        try:
-            upstream = await self.target.pool.connect()
-        except OSError as error:
-            if not self.is_over:
-                why = "timed out" if isinstance(error, TimeoutError) else error.strerror or "failed"
-                why, is_ours = f"cannot connect ({why.lower()})", is_own_fault(error)
-                sink.on_broken(why, was_reused=False, is_ours=is_ours)
-            return
-        if self.is_over:
-            self.target.pool.give_back(upstream)
-        else:
-            self._upstream = upstream
-            upstream.send(parts, sink, to_head)
 
     def first_byte(self, now_s: float) -> None:
         """Record that the answer has begun."""
@@ -84,7 +48,7 @@ class UpstreamAttempt:
             last: Last bytes of the answer, which may state its number of tokens.
             num_reads: Number of parts of the answer: about one per token of a stream.
         """
-        self._end()
+        self.exchange.end()
         if status >= 400:
             self._dispatcher.fleet.failed(self.flight, now_s, is_fault=status in FAULTS)
         else:
@@ -112,21 +76,10 @@ class UpstreamAttempt:
 
     def drop(self) -> None:
         """Close the connection: its further bytes are of no use."""
-        upstream = self._upstream
-        if self._connecting is not None:
-            self._connecting.cancel()
-        self._end()
-        if upstream is not None:
-            upstream.abort()
-
-    def _end(self) -> None:
-        self.is_over = True
-        self._upstream = None
+        self.exchange.drop()
 
     def pause(self) -> None:
-        if self._upstream is not None:
-            self._upstream.pause()
+        self.exchange.pause()
 
     def resume(self) -> None:
-        if self._upstream is not None:
-            self._upstream.resume()
+        self.exchange.resume()

@@ -8,10 +8,10 @@ from time import monotonic
 
 from banaserve.base.errors import PolicyError
 from banaserve_route.balancer.http import replies
-from banaserve_route.balancer.http.client_connection import ClientConnection
+from banaserve_route.balancer.http.client_connection import Client
 from banaserve_route.balancer.http.replica_connection import Sink
 from banaserve_route.balancer.http.request import ClientRequest
-from banaserve_route.balancer.http.response import Body, ChunkedBody, ResponseHead, UntilClose
+from banaserve_route.balancer.http.response import Body, BodyEnd, ResponseHead
 from banaserve_route.balancer.requests.attempt import UpstreamAttempt
 from banaserve_route.balancer.requests.dispatcher import Dispatcher
 from banaserve_route.balancer.requests.hedging import HedgeEvent
@@ -69,7 +69,7 @@ class ProxiedRequest:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        client: ClientConnection,
+        client: Client,
         message: ClientRequest,
         request: Request,
         deadline_s: float,
@@ -155,7 +155,9 @@ class ProxiedRequest:
         fields = dispatcher.fields(
             attempt.target, message, self.request, self.parent, self.identity
         )
-        attempt.start(message.parts(fields), sink, message.method == b"HEAD")
+        attempt.exchange = self._client.exchange(
+            attempt.target.pool, message.parts(fields), sink, message.method == b"HEAD"
+        )
         return attempt
 
     # A second attempt beside the first one.
@@ -226,7 +228,7 @@ class ProxiedRequest:
             return
         if status == 404 and self._looks_on(attempt, now_s):
             return
-        if self.message.is_http10 and isinstance(body, ChunkedBody):
+        if self.message.is_http10 and body.ends_by is BodyEnd.LAST_CHUNK:
             # uvicorn sends chunks in either version of HTTP: this is not the replica's fault.
             self._release()
             self._answer(505, "the answer comes in chunks: ask by HTTP/1.1", None)
@@ -236,17 +238,19 @@ class ProxiedRequest:
         self.status, self._body, self._last = status, body, data
         attempt.first_byte(now_s)
         self._is_events = head.is_events
-        if isinstance(body, UntilClose):
+        if body.ends_by is BodyEnd.CLOSE:
             client.can_go_on = False
-        if client.can_go_on:
-            client.write(b"%b\r\n%b" % (head.lines, data))
-        else:
-            client.write(b"%bConnection: close\r\n\r\n%b" % (head.lines, data))
+        client.write(head.to_client(data, closes=not client.can_go_on))
 
     def on_body(self, data: bytes) -> None:
         self.num_reads += 1
         self._last = data
         self._client.write(data)
+
+    def relayed(self, num_reads: int, last: bytes) -> None:
+        """Count parts of the answer that a relay has relayed; ``last`` is the last of them."""
+        self.num_reads += num_reads
+        self._last = last
 
     def on_end(self) -> None:
         attempt, self._attempt = self._attempt, None

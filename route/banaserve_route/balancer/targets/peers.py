@@ -11,6 +11,7 @@ import msgspec
 
 from banaserve.base.errors import UserError
 from banaserve.base.net.sockets import is_own_fault
+from banaserve_route.balancer.auth import PREFIXES_PATH, STATE_PATH
 from banaserve_route.balancer.config import (
     MAX_NAME_CHARS,
     MAX_TOLD_REPLICAS,
@@ -25,11 +26,6 @@ from banaserve_route.balancer.targets.target import Target
 from banaserve_route.policies.fleet import Fleet, Report
 from banaserve_route.policies.interface import ReplicaView
 from banaserve_route.policies.prefixes.peers import PeerPrefixes
-
-STATE_PATH = b"/_banaserve/state"
-PREFIXES_PATH = b"/_banaserve/prefixes"
-PEER_PATHS = frozenset((STATE_PATH, PREFIXES_PATH))
-"""Paths that the balancer itself answers, to peers only."""
 
 PEER_PREFIX = "region:"
 """Prefix of the names of peers among targets."""
