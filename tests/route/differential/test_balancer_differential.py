@@ -26,9 +26,12 @@ from hostile_requests import ORDINARY, OWN_FIELDS, Ordinary, changed, hostile, w
 from raw_client import exchange, read_answers
 from recording_origin import PROBES, STAMP, Meaning, Recorded, RecordingOrigin
 
-pytestmark = pytest.mark.skipif(
-    bool(missing()), reason=f"apt-get install {' '.join(missing())}: compared with the balancer"
-)
+pytestmark = [
+    pytest.mark.one_process,  # it notes what a balancer has read
+    pytest.mark.skipif(
+        bool(missing()), reason=f"apt-get install {' '.join(missing())}: compared with the balancer"
+    ),
+]
 
 _CASES = os.environ.get("BANASERVE_DIFFERENTIAL_CASES", "")
 _SEED = os.environ.get("BANASERVE_DIFFERENTIAL_SEED", "")
