@@ -59,6 +59,9 @@ _FAST_LEARNING = 0.05
 _KEEPING = 0.02
 """Weight of a new value in means of the expected prefix tokens that a replica still has."""
 
+_KEEPS = 0.98
+"""Share of the most that any replica keeps, above which a replica counts as keeping all."""
+
 _PACE_PER_TICK = 0.98
 """Rest of the difference to the fleet's pace after a tick: a slow replica is tried again."""
 
@@ -114,7 +117,7 @@ class PredictedLatency(TreePolicy):
         self._places = _LEAST_PLACES
         self._paces: dict[ReplicaId, float] = {}
         self._kept: dict[ReplicaId, float] = {}
-        self._most_kept = 1.0
+        self._losing: dict[ReplicaId, float] = {}
         self._sent_hits: dict[ReplicaId, int] = {}
         self._hits: dict[ReplicaId, int] = {}
         self._longest = 0
@@ -133,10 +136,10 @@ class PredictedLatency(TreePolicy):
 
     def _kept_of(self, hits: dict[ReplicaId, int]) -> dict[ReplicaId, int]:
         """Return ``hits``, fewer for replicas that keep less than the one that keeps most."""
-        if not self._kept:
+        if not self._losing:
             return hits
-        kept_of, most = self._kept.get, self._most_kept
-        return {name: int(hit * min(1.0, kept_of(name, 1.0) / most)) for name, hit in hits.items()}
+        share_of = self._losing.get
+        return {name: int(hit * share_of(name, 1.0)) for name, hit in hits.items()}
 
     def _few(self, fleet: FleetView) -> FleetView:
         """Return ``fleet`` with a part of its replicas."""
@@ -243,6 +246,7 @@ class PredictedLatency(TreePolicy):
         super().on_replica_gone(target)
         self._paces.pop(target, None)
         self._kept.pop(target, None)
+        self._losing.pop(target, None)
 
     def tick(self, now_s: float) -> None:
         for target, pace in self._paces.items():
@@ -250,8 +254,12 @@ class PredictedLatency(TreePolicy):
 
     def _learn_kept(self, target: ReplicaId, share: float) -> None:
         known = self._kept.get(target, 1.0)
+        if share >= 1 and known > 0.999 and target in self._kept:
+            return
         self._kept[target] = known + _KEEPING * (min(1.0, share) - known)
-        self._most_kept = max(1e-3, *self._kept.values())
+        most = max(1e-3, *self._kept.values())
+        least = _KEEPS * most
+        self._losing = {one: kept / most for one, kept in self._kept.items() if kept < least}
 
     def _learn_output(self, flight: Flight) -> None:
         assert flight.first_token_s is not None
