@@ -28,7 +28,7 @@ STORE = ("--kv-store-size", "70MiB")
 FEW = ("--max-num-seqs", "2", "--kv-cache-memory-bytes", str(60 << 20))
 
 
-@pytest.mark.parametrize("num_sequences", [1, 3])
+@pytest.mark.parametrize("num_sequences", [pytest.param(1, marks=pytest.mark.spine), 3])
 def test_prefill_waits_until_decode_has_read_what_the_store_holds(
     serve: Callable[..., Run], fork_server: ForkServer, num_sequences: int
 ) -> None:
