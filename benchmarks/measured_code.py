@@ -65,6 +65,7 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
             "benchmarks/plan",
         ),
         "prefix-ttft": (*_REQUESTS, "benchmarks/prefix_ttft.py"),
+        "rebalancing": (*_REQUESTS, *_PACE, "banaserve/orchestrator", "benchmarks/rebalancing.py"),
         "recovery": (*_REQUESTS, "banaserve/serving/instances", "benchmarks/recovery"),
         "router": ("route/banaserve_route/balancer", "banaserve/base/net", "benchmarks/router"),
         "routers": (

@@ -77,6 +77,10 @@ BENCHMARKS = {
         "benchmarks.recovery.command",
         "How long does a stream pause when its instance is killed, beside recomputing?",
     ),
+    "rebalancing": Benchmark(
+        "benchmarks.rebalancing",
+        "What do streams gain that move from an overloaded instance to idle ones?",
+    ),
     "results": Benchmark(
         "benchmarks.results_page", "What do all committed results say, as pages with plots?"
     ),
