@@ -46,6 +46,11 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
         "handover": (*_REQUESTS, "benchmarks/handover.py"),
         "kvstore": (*_STORE, "benchmarks/kvstore"),
         "migration": (*_MOVES, "benchmarks/migration.py"),
+        "mock-instances": (
+            "banaserve/frontdoor",
+            "banaserve/serving",
+            "benchmarks/mock_instances.py",
+        ),
         "network": (
             "banaserve/kvstore/peers",
             "banaserve/kvstore/daemon/connections",

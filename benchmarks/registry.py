@@ -50,6 +50,9 @@ BENCHMARKS = {
     "migration": Benchmark(
         "benchmarks.migration", "What does moving layers and heads take, and bring?"
     ),
+    "mock-instances": Benchmark(
+        "benchmarks.mock_instances", "What do 200 instances cost one front door, and is one lost?"
+    ),
     "network": Benchmark(
         "benchmarks.network.command",
         "What share of a link between two hosts do KV blocks reach?",
