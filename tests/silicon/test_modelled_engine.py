@@ -119,6 +119,7 @@ def test_what_cannot_be_known_is_one_line(
 
 
 @needs_package
+@pytest.mark.room
 def test_every_listed_device_has_operators() -> None:
     for device in device_names():
         assert modelled_engine(_LLAMA, device, 4).profile.memory.kv_tokens > 0
