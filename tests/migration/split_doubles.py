@@ -41,6 +41,7 @@ def batch_of(lengths: list[int], asking: list[int], tables: list[list[int]]) -> 
         query_start_loc=starts,
         query_start_loc_cpu=starts,
         seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32),
         num_reqs=len(lengths),
         num_actual_tokens=sum(asking),
         max_query_len=max(asking),

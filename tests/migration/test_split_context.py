@@ -69,6 +69,8 @@ def test_parts_of_a_sequence_merge_to_the_whole(pages: KvPages, seed: int) -> No
         mine, theirs = query[plan.other_rows], whole[plan.other_rows]
         assert torch.equal(attention(plan.others, mine, key, value), theirs)
         assert plan.others.slot_mapping.tolist() == plan.other_rows.tolist()
+        assert plan.others.seq_lens_cpu_upper_bound is not None
+        assert torch.equal(plan.others.seq_lens_cpu_upper_bound, plan.others.seq_lens)
 
 
 def attention(common: Any, query: Any, key: Any, value: Any) -> torch.Tensor:

@@ -129,6 +129,7 @@ def _without(
         "query_start_loc": query_start.to(common.query_start_loc.device),
         "query_start_loc_cpu": query_start,
         "seq_lens": common.seq_lens[which],
+        "seq_lens_cpu_upper_bound": _int32(seq_lens[rest]),
         "num_reqs": len(rest),
         "num_actual_tokens": int(asking.sum()),
         "max_query_len": int(asking.max()),
