@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.measured_code import MEASURED, History
-from benchmarks.results_page import RESULTS, ROOT, stale_results
+from benchmarks.results_page import ROOT
 
 SOURCE = '"""Steps."""\n\n\ndef step_s() -> float:\n    """Seconds."""\n    return 1.0\n'
 
@@ -145,13 +145,3 @@ def test_what_is_measured_is_there() -> None:
     for paths in MEASURED.values():
         for path in paths:
             assert (ROOT / path).exists(), path
-
-
-@pytest.mark.room
-def test_results_from_before_rebalancing_was_the_default_are_named() -> None:
-    """To be taken out here once they have been measured again."""
-    stale = stale_results(RESULTS)
-    if stale is None:
-        pytest.skip("the history is not whole")
-    names = ["elastic-8", "elastic-paced", "elastic-cpu"]
-    assert {Path(f"{name}.json") for name in names} <= stale

@@ -187,14 +187,21 @@ async def test_only_a_share_of_the_requests_is_hedged(house):
     balancer = await house.balance(
         *replicas, hedge=HedgeSettings(after="1ms", max_fraction=0.1), health=CALM
     )
+
+    def decisions():
+        # Which of two attempts that may answer at the same time wins is chance.
+        return {
+            one: balancer.metrics.hedges[one] for one in (HedgeEvent.SENT, HedgeEvent.OVER_BUDGET)
+        }
+
     for number in range(1, 31):
         settled.clear()
         asking = asyncio.create_task(house.ask())
-        await house.until(lambda: balancer.metrics.hedges.total() == number)  # noqa: B023
+        await house.until(lambda: sum(decisions().values()) == number)  # noqa: B023
         settled.set()
         assert (await asking).status == 200
         await house.until(lambda: not balancer.fleet._flights)
-    assert balancer.metrics.hedges == {HedgeEvent.SENT: 3, HedgeEvent.OVER_BUDGET: 27}
+    assert decisions() == {HedgeEvent.SENT: 3, HedgeEvent.OVER_BUDGET: 27}
     assert num_asked <= 33
 
 
