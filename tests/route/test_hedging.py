@@ -141,6 +141,23 @@ async def test_the_second_replica_answers_if_the_first_one_fails(house, first):
     assert events(house)[HedgeEvent.WON] == 1
 
 
+@pytest.mark.parametrize("answers", [1, 2])
+async def test_the_second_or_third_replica_answers_if_the_first_one_fails(house, answers):
+    script = await balanced(house, "break", "late", "late", 200)
+    house.balancer._dispatcher.hedger._budget = 2.0
+    caller = await house.caller()
+    asking = asyncio.create_task(caller.ask())
+    for number in (2, 3):
+        await house.until(lambda: script.num_asked == number)  # noqa: B023
+        script.may_go_on[0].set()
+    script.may_go_on[answers].set()
+    assert (await asking).body == b"%d" % answers
+    await house.until(lambda: not house.balancer.fleet._flights)
+    # Nothing of the other answer follows on the client's connection.
+    script.may_go_on[3 - answers].set()
+    assert (await caller.ask()).body == b"3"
+
+
 async def test_a_third_replica_is_asked_if_both_die(house):
     script = await balanced(house, "break", "break", 200)
     asking = asyncio.create_task(house.ask())

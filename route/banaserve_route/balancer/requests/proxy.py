@@ -199,7 +199,8 @@ class ProxiedRequest:
             return False
         self._attempt = hedge.take()
         self._dispatcher.count_hedge(HedgeEvent.WON)
-        hedge.start()
+        # The old one remains the sink of this attempt, and would take its answer for a third one's.
+        self._hedge = Hedge(self, hedge.delay_s)
         return True
 
     def _end_hedge(self) -> None:
@@ -441,20 +442,15 @@ class Hedge:
 
     Attributes:
         attempt: Second attempt while it is not known which one is used; None before and after.
+        delay_s: Time after which the first token of the request is late.
     """
 
-    __slots__ = ("_delay_s", "_request", "_timer", "attempt")
+    __slots__ = ("_request", "_timer", "attempt", "delay_s")
 
     def __init__(self, request: ProxiedRequest, delay_s: float) -> None:
-        """``delay_s`` is the time after which the first token of ``request`` is late."""
-        self._request, self._delay_s = request, delay_s
+        self._request, self.delay_s = request, delay_s
         self.attempt: UpstreamAttempt | None = None
-        self.start()
-
-    def start(self) -> None:
-        """Begin a second attempt if the first token has not come in time."""
-        later = asyncio.get_running_loop().call_later
-        self._timer = later(self._delay_s, self._request.hedge, self)
+        self._timer = asyncio.get_running_loop().call_later(delay_s, request.hedge, self)
 
     def take(self) -> UpstreamAttempt | None:
         """Return the second attempt, to be used or ended; None if there is none."""
