@@ -7,6 +7,7 @@ largest.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -59,14 +60,25 @@ class LoopEngines(NamedTuple):
 
 
 class Simulated(NamedTuple):
-    """Means of a simulated run in seconds, and what an output token waits for in the mean.
+    """Means of a simulated run in seconds, and what tokens wait for in the mean.
 
     Attributes:
-        parts: GPU time of steps that only decode, of other steps, steps, and requests in them.
+        first_parts: Of a first token: GPU time of steps that only decode, of other steps, steps,
+            requests in them; then 1 and the prompt's tokens, for its way.
+        parts: The first four of these, of each later token.
     """
 
     ttft_s: float
     tpot_s: float
+    first_parts: Floats
+    parts: Floats
+
+
+@dataclass(slots=True)
+class _Entered:
+    """Time at which a request came to an engine, and the parts of the engine's steps until then."""
+
+    time_s: float
     parts: Floats
 
 
@@ -100,21 +112,23 @@ class ClosedLoop:
         self._timeline = Timeline()
         self._clients, self._known, self._slowdown = clients, constants, slowdown
         self._parts: dict[InstanceId, Floats] = {}
+        self._entered: dict[InstanceId, dict[int, _Entered]] = {}
+        self._first_parts: dict[int, Floats] = {}
         self._decoders = self._engines("d", engines, constants.engine)
         self._entries = self._decoders
         if prefill is not None:
             self._entries = self._engines("p", prefill, constants.prefill)
         self._begun: dict[int, tuple[InstanceId, Floats]] = {}
         self._sent = 0
-        self._ended: list[tuple[float, float, Floats]] = []
+        self._ended: list[tuple[float, float, Floats, Floats]] = []
 
     def run(self) -> Simulated:
         """Return the means over all requests."""
         for _ in range(self._clients):
             self._send()
         self._timeline.run()
-        ttft, tpot, parts = (np.mean(one, axis=0) for one in zip(*self._ended, strict=True))
-        return Simulated(float(ttft), float(tpot), parts)
+        ttft, tpot, first, parts = (np.mean(one, axis=0) for one in zip(*self._ended, strict=True))
+        return Simulated(float(ttft), float(tpot), first, parts)
 
     def _engines(
         self, role: str, engines: LoopEngines, constants: EngineConstants
@@ -138,7 +152,8 @@ class ClosedLoop:
                 lambda _engine, request: None,
             )
             self._parts[engine.name] = np.zeros(4)
-            engine.observe = partial(self._observe, engine.name)
+            self._entered[engine.name] = {}
+            engine.observe = partial(self._observe, engine.name, constants)
             found.append(engine)
         return found
 
@@ -153,9 +168,17 @@ class ClosedLoop:
         self._timeline.after(way_s, self._enter, request)
 
     def _enter(self, request: SimRequest) -> None:
-        min(self._entries, key=_num_requests).submit(request)
+        engine = min(self._entries, key=_num_requests)
+        entered = _Entered(self._timeline.now_s, self._parts[engine.name].copy())
+        self._entered[engine.name][request.id] = entered
+        engine.submit(request)
 
     def _prefilled(self, engine: SimEngine, request: SimRequest) -> bool:
+        # After a preemption, a prompt is computed again.
+        if (entered := self._entered[engine.name].pop(request.id, None)) is not None:
+            way = (1.0, request.prompt_tokens)
+            waited = self._parts[engine.name] - entered.parts
+            self._first_parts[request.id] = np.concatenate([waited, way])
         if self._entries is self._decoders:
             self._begin(engine, request)
             return True
@@ -173,21 +196,31 @@ class ClosedLoop:
         self._begun.setdefault(request.id, (engine.name, self._parts[engine.name].copy()))
 
     def _observe(
-        self, name: InstanceId, start_s: float, took_s: float, steps: int, batch: int, tokens: int
+        self,
+        name: InstanceId,
+        known: EngineConstants,
+        start_s: float,
+        took_s: float,
+        steps: int,
+        batch: int,
+        tokens: int,
     ) -> None:
-        known = self._known.engine
         gpu_s = took_s / self._slowdown - steps * (known.host_s + batch * known.host_request_s)
-        if tokens:
-            self._parts[name] += (0.0, gpu_s / known.prompt_factor, steps, steps * batch)
-        else:
-            self._parts[name] += (gpu_s / known.decode_factor, 0.0, steps, steps * batch)
+        times = (0.0, gpu_s / known.prompt_factor) if tokens else (gpu_s / known.decode_factor, 0.0)
+        parts = np.array([*times, steps, steps * batch])
+        self._parts[name] += parts
+        for entered in self._entered[name].values():
+            # Of the step under way when a request enters, it waits for the rest.
+            if entered.time_s > start_s:
+                entered.parts += parts * min(1.0, (entered.time_s - start_s) / took_s)
 
     def _end(self, engine: SimEngine, request: SimRequest) -> None:
         gaps = max(1, request.output_tokens - 1)
         ttft_s = request.first_s - request.arrival_s
         tpot_s = (request.end_s - request.first_s) / gaps
         name, before = self._begun.pop(request.id)
-        self._ended.append((ttft_s, tpot_s, (self._parts[name] - before) / gaps))
+        parts = (self._parts[name] - before) / gaps
+        self._ended.append((ttft_s, tpot_s, self._first_parts.pop(request.id), parts))
         self._send()
 
 

@@ -325,19 +325,22 @@ def fitted(
 
 
 def _fit(runs: Sequence[WholeRun], found: Sequence[Simulated], known: RunConstants) -> RunConstants:
-    """Return the constants with which the parts of simulated runs come nearest to the real ones."""
-    decode, prompt, host_s, request_s = nearest(
-        np.array([one.parts for one in found]), np.array([run.tpot_s for run in runs])
+    """Return the constants with which the parts of simulated runs come nearest to the real ones.
+
+    TTFT and TPOT have the engine's constants in common: what a prompt takes shows in both.
+    """
+    of_tokens = np.array([[*one.parts, 0.0, 0.0] for one in found])
+    of_firsts = np.array([one.first_parts for one in found])
+    tpot_s = np.array([run.tpot_s for run in runs])
+    ttft_s = np.array([run.ttft_s for run in runs])
+    decode, prompt, host_s, request_s, way_s, way_token_s = nearest(
+        np.concatenate([of_tokens, of_firsts]),
+        np.concatenate([tpot_s, ttft_s]),
+        np.concatenate([tpot_s / _TPOT_WEIGHT, ttft_s]),
     )
     in_flight = known.engine.steps_in_flight
     decode, prompt = max(LEAST_FACTOR, decode), max(LEAST_FACTOR, prompt)
     engine = EngineConstants(host_s, request_s, decode, prompt, in_flight)
-    lengths = np.array([run.prompt_tokens for run in runs], dtype=float)
-    ways_s = known.way_s + known.way_token_s * lengths
-    left_s = np.array([run.ttft_s - one.ttft_s for run, one in zip(runs, found, strict=True)])
-    columns = np.stack([np.ones(len(runs)), lengths], axis=1)
-    real_s = np.array([run.ttft_s for run in runs])
-    way_s, way_token_s = nearest(columns, left_s + ways_s, real_s)
     return RunConstants(engine, way_s=way_s, way_token_s=way_token_s)
 
 

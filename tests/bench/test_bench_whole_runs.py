@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 
 from banaserve.base.errors import UserError
@@ -38,6 +39,17 @@ def test_fitted_constants_give_the_means_again() -> None:
     tpot, ttft, latency = abs(wrong).mean(axis=0)
     assert max(tpot, latency) < 0.05
     assert ttft < 0.1
+
+
+@pytest.mark.parametrize("clients", [1, 8, 64])
+def test_times_to_tokens_are_the_sums_of_their_parts(clients: int) -> None:
+    engine = KnownEngine(LinearTimes(load("llama-3.1-8b-h100")), 500_000)
+    found = engine.simulated(_run(clients, 4000, 100), _MADE)
+    known = _MADE.engine
+    constants = [known.decode_factor, known.prompt_factor, known.host_s, known.host_request_s]
+    ttft_s = found.first_parts @ np.array([*constants, _MADE.way_s, _MADE.way_token_s])
+    assert found.ttft_s == pytest.approx(ttft_s, rel=1e-4)
+    assert found.tpot_s == pytest.approx(found.parts @ np.array(constants), rel=1e-9)
 
 
 def test_a_client_sends_its_next_request_when_the_last_one_has_ended() -> None:
