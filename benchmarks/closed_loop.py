@@ -27,6 +27,8 @@ _PROFILE = load("llama-3.1-8b-h100")
 """Gives a simulated engine what step times do not need."""
 _REQUESTS_PER_CLIENT = 10
 _LEAST_LENGTH = 0.8
+LAUNCHES = 4
+"""Place of the time of steps that take ``launch_s``, among the parts of ``Simulated``."""
 
 
 class RunConstants(NamedTuple):
@@ -64,8 +66,9 @@ class Simulated(NamedTuple):
 
     Attributes:
         first_parts: Of a first token: GPU time of steps that only decode, of other steps, steps,
-            requests in them; then 1 and the prompt's tokens, for its way.
-        parts: The first four of these, of each later token.
+            requests in them, time of steps that take ``launch_s``; then 1 and the prompt's tokens,
+            for its way.
+        parts: The first five of these, of each later token.
     """
 
     ttft_s: float
@@ -151,7 +154,7 @@ class ClosedLoop:
                 self._end,
                 lambda _engine, request: None,
             )
-            self._parts[engine.name] = np.zeros(4)
+            self._parts[engine.name] = np.zeros(5)
             self._entered[engine.name] = {}
             engine.observe = partial(self._observe, engine.name, constants)
             found.append(engine)
@@ -206,8 +209,13 @@ class ClosedLoop:
         tokens: int,
     ) -> None:
         gpu_s = took_s / self._slowdown - steps * (known.host_s + batch * known.host_request_s)
-        times = (0.0, gpu_s / known.prompt_factor) if tokens else (gpu_s / known.decode_factor, 0.0)
-        parts = np.array([*times, steps, steps * batch])
+        parts = np.array([0.0, 0.0, steps, steps * batch, 0.0])
+        if not tokens:
+            parts[0] = gpu_s / known.decode_factor
+        elif gpu_s > known.launch_s * (1 + 1e-9):
+            parts[1] = gpu_s / known.prompt_factor
+        else:
+            parts[LAUNCHES] = known.launch_s
         self._parts[name] += parts
         for entered in self._entered[name].values():
             # Of the step under way when a request enters, it waits for the rest.

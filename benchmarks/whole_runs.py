@@ -5,7 +5,7 @@
 A run is a closed loop: each client sends its next request when its last one has ended, ten on
 average, with lengths between 0.8 and 1 of the largest, as InferenceX does. Its figures are means
 of TTFT and TPOT that the clients measured. Runs of one model, GPU, precision and version of vLLM
-are a group, with constants of its own: four of the engine (``EngineConstants``) and two of a
+are a group, with constants of its own: five of the engine (``EngineConstants``) and two of a
 request's way from its client to the engine. They are fitted on configurations whose hash is even;
 errors are of the others. The package gives one configuration several ids, so that a hash of ids
 would put a run on both sides. Left out are runs that repeat another one's figures, engines of
@@ -18,7 +18,7 @@ from __future__ import annotations
 import csv
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ from banaserve_bench.silicon.aiconfigurator import AiconfiguratorTimes
 from banaserve_bench.silicon.costs import EngineConstants
 from banaserve_bench.silicon.linear import Floats, least_squares
 from banaserve_bench.silicon.step_times import GpuStepTimes
-from benchmarks.closed_loop import ClosedLoop, LoopEngines, RunConstants, Simulated
+from benchmarks.closed_loop import LAUNCHES, ClosedLoop, LoopEngines, RunConstants, Simulated
 from benchmarks.measurement import Measurement, Samples, parser_of
 from benchmarks.silicon import is_fitted
 
@@ -41,9 +41,13 @@ _MEMORY_FRACTION = 0.9
 _WITHOUT_ASYNC = "0.12.0"
 """Version whose runs plan one step at a time."""
 LEAST_RUNS = 6
-"""Runs that six constants are fitted on, at least."""
+"""Runs that the constants are fitted on, at least."""
 LEAST_FACTOR = 0.01
 _FITS = 4
+_LAUNCHES_S = (0.0, 0.03, 0.06, 0.09, 0.12)
+"""Times ``launch_s`` that are tried, in seconds, until the errors are far greater."""
+_CLEARLY, _FAR = 0.98, 1.05
+"""Factors of the least error: with a ``launch_s`` that is taken, and where the search ends."""
 _TPOT_WEIGHT = 5
 """Errors of TPOT are to be a fifth of those of TTFT."""
 _REWEIGHTED = 20
@@ -312,16 +316,34 @@ def fitted(
 ) -> RunConstants:
     """Return the constants with the least errors of TPOT and TTFT over ``runs``.
 
+    A larger ``launch_s`` is taken where the errors are clearly smaller with it.
+    """
+    chosen, least = _unfitted(runs[0]), np.inf
+    for launch_s in _LAUNCHES_S:
+        error, constants = _fitted(runs, engines, launch_s)
+        if error > _FAR * least:
+            break
+        if error < _CLEARLY * least:
+            chosen, least = constants, error
+    return chosen
+
+
+def _fitted(
+    runs: Sequence[WholeRun], engines: Mapping[tuple[Any, ...], KnownEngine], launch_s: float
+) -> tuple[float, RunConstants]:
+    """Return the least error over ``runs`` with this ``launch_s``, and the constants that have it.
+
     Which requests share a step changes with the constants, so a fit to the parts of a simulated run
     is not always better than the one before.
     """
     constants, tried = _unfitted(runs[0], *_START), []
+    constants = constants._replace(engine=replace(constants.engine, launch_s=launch_s))
     for _ in range(_FITS):
         found = [engines[run.engine].simulated(run, constants) for run in runs]
         tpot, ttft, _ = np.abs(errors(runs, found)).sum(axis=0)
-        tried.append((_TPOT_WEIGHT * tpot + ttft, constants))
+        tried.append((float(_TPOT_WEIGHT * tpot + ttft), constants))
         constants = _fit(runs, found, constants)
-    return min(tried, key=lambda one: one[0])[1]
+    return min(tried, key=lambda one: one[0])
 
 
 def _fit(runs: Sequence[WholeRun], found: Sequence[Simulated], known: RunConstants) -> RunConstants:
@@ -333,14 +355,20 @@ def _fit(runs: Sequence[WholeRun], found: Sequence[Simulated], known: RunConstan
     of_firsts = np.array([one.first_parts for one in found])
     tpot_s = np.array([run.tpot_s for run in runs])
     ttft_s = np.array([run.ttft_s for run in runs])
+    parts = np.concatenate([of_tokens, of_firsts])
+    times_s = np.concatenate([tpot_s, ttft_s])
     decode, prompt, host_s, request_s, way_s, way_token_s = nearest(
-        np.concatenate([of_tokens, of_firsts]),
-        np.concatenate([tpot_s, ttft_s]),
+        np.delete(parts, LAUNCHES, axis=1),
+        times_s - parts[:, LAUNCHES],
         np.concatenate([tpot_s / _TPOT_WEIGHT, ttft_s]),
     )
-    in_flight = known.engine.steps_in_flight
-    decode, prompt = max(LEAST_FACTOR, decode), max(LEAST_FACTOR, prompt)
-    engine = EngineConstants(host_s, request_s, decode, prompt, in_flight)
+    engine = replace(
+        known.engine,
+        host_s=host_s,
+        host_request_s=request_s,
+        decode_factor=max(LEAST_FACTOR, decode),
+        prompt_factor=max(LEAST_FACTOR, prompt),
+    )
     return RunConstants(engine, way_s=way_s, way_token_s=way_token_s)
 
 

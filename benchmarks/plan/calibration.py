@@ -17,7 +17,7 @@ import numpy as np
 from banaserve_bench.plan.search.trial import StepError
 from banaserve_bench.silicon.costs import EngineConstants
 from banaserve_bench.silicon.description import ErrorSection
-from benchmarks.closed_loop import ClosedLoop, LoopEngines, RunConstants, Simulated
+from benchmarks.closed_loop import LAUNCHES, ClosedLoop, LoopEngines, RunConstants, Simulated
 from benchmarks.plan.engines import STEP_TOKENS, engine_of
 from benchmarks.plan.runs import EngineGroup, ServedRun
 from benchmarks.silicon import Floats
@@ -101,7 +101,7 @@ def _calibrated(runs: tuple[ServedRun, ...]) -> Calibrated:
     tpot_s, ttft_s = (np.array([getattr(run, key) for run in runs]) for key in ("tpot_s", "ttft_s"))
     known = _START
     for _ in range(_ROUNDS):
-        parts = np.array([simulated(run, known).parts for run in runs])
+        parts = np.array([simulated(run, known).parts[:LAUNCHES] for run in runs])
         factors, of_tpot = _nearest_left_out(parts, tpot_s)
         known = known._replace(engine=_engine(factors, has_prompts=bool(parts[:, 1].any())))
     lengths = np.array([run.prompt_tokens for run in runs], dtype=float)

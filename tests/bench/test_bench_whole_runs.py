@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs.profile import load
 from banaserve_bench.silicon.costs import EngineConstants
-from benchmarks.closed_loop import RunConstants
+from benchmarks.closed_loop import LAUNCHES, RunConstants
 from benchmarks.silicon import LinearTimes
 from benchmarks.whole_runs import KnownEngine, WholeRun, errors, fitted, read_runs
 
@@ -26,28 +27,34 @@ def _run(clients: int, prompt_tokens: int, output_tokens: int) -> WholeRun:
     )
 
 
-def test_fitted_constants_give_the_means_again() -> None:
+@pytest.mark.parametrize("launch_s", [0.0, 0.06])
+def test_fitted_constants_give_the_means_again(launch_s: float) -> None:
+    made = _MADE._replace(engine=replace(_MADE.engine, launch_s=launch_s))
     engine = KnownEngine(LinearTimes(load("llama-3.1-8b-h100")), 500_000)
     asked = [_run(c, p, o) for c in (2, 8, 32) for p, o in ((200, 100), (2000, 60), (4000, 200))]
-    found = [engine.simulated(run, _MADE) for run in asked]
+    found = [engine.simulated(run, made) for run in asked]
     runs = [
         run._replace(ttft_s=one.ttft_s, tpot_s=one.tpot_s)
         for run, one in zip(asked, found, strict=True)
     ]
     constants = fitted(runs, {run.engine: engine for run in runs})
+    assert constants.engine.launch_s == launch_s
     wrong = errors(runs, [engine.simulated(run, constants) for run in runs])
     tpot, ttft, latency = abs(wrong).mean(axis=0)
     assert max(tpot, latency) < 0.05
     assert ttft < 0.1
 
 
+@pytest.mark.parametrize("launch_s", [0.0, 0.2])
 @pytest.mark.parametrize("clients", [1, 8, 64])
-def test_times_to_tokens_are_the_sums_of_their_parts(clients: int) -> None:
+def test_times_to_tokens_are_the_sums_of_their_parts(clients: int, launch_s: float) -> None:
     engine = KnownEngine(LinearTimes(load("llama-3.1-8b-h100")), 500_000)
-    found = engine.simulated(_run(clients, 4000, 100), _MADE)
-    known = _MADE.engine
-    constants = [known.decode_factor, known.prompt_factor, known.host_s, known.host_request_s]
+    known = replace(_MADE.engine, launch_s=launch_s)
+    found = engine.simulated(_run(clients, 4000, 100), _MADE._replace(engine=known))
+    of_gpu = [known.decode_factor, known.prompt_factor]
+    constants = [*of_gpu, known.host_s, known.host_request_s, 1.0]
     ttft_s = found.first_parts @ np.array([*constants, _MADE.way_s, _MADE.way_token_s])
+    assert bool(found.first_parts[LAUNCHES]) is bool(launch_s)
     assert found.ttft_s == pytest.approx(ttft_s, rel=1e-4)
     assert found.tpot_s == pytest.approx(found.parts @ np.array(constants), rel=1e-9)
 
@@ -56,7 +63,7 @@ def test_a_client_sends_its_next_request_when_the_last_one_has_ended() -> None:
     run = _run(1, 100, 10)
     alone = KnownEngine(LinearTimes(load("llama-3.1-8b-h100")), 500_000).simulated(run, _ENGINE)
     # One request at a time: each token but the first takes one step with one request.
-    assert alone.parts[1:] == pytest.approx([0.0, 1.0, 1.0])
+    assert alone.parts[1:] == pytest.approx([0.0, 1.0, 1.0, 0.0])
 
 
 @pytest.mark.skipif(_HAS_PACKAGE, reason="the package is there")

@@ -114,6 +114,9 @@ def test_costs_add_the_cpu_and_keep_what_changes_while_an_engine_runs(
     mixed_s, _ = costs.mixed_s(64, 64**2, 8, 800)
     assert mixed_s == pytest.approx(times.step_s(64, 64**2, 8, 800) + 1e-3 + 8e-5)
     assert 0 < work_s < step_s
+    launched = MeasuredCosts(profile, times, EngineConstants(1e-3, launch_s=0.5))
+    assert launched.mixed_s(64, 64**2, 8, 800) == (0.5 + 1e-3, 0.0)
+    assert launched.mixed_s(0, 0, 8, 800)[0] == times.step_s(0, 0, 8, 800) + 1e-3
     costs.slowdown, costs.hop_s = 2.0, 0.5
     assert costs.mixed_s(0, 0, 8, 800)[0] == pytest.approx(2 * step_s + 0.5)
     assert MeasuredCosts(profile, times).coefficients(8) == StepCosts(profile).coefficients(8)

@@ -23,6 +23,8 @@ class EngineConstants:
         prompt_factor: Factor of the GPU's time of steps with prompt tokens.
         steps_in_flight: Number of steps that are planned or run at once: 2 with vLLM's
             ``async_scheduling``, else 1.
+        launch_s: Minimum of the GPU's time of a step with prompt tokens, in seconds: such a step is
+            no single CUDA graph, and the CPU launches its kernels one after the other.
     """
 
     host_s: float = 0.0
@@ -30,6 +32,7 @@ class EngineConstants:
     decode_factor: float = 1.0
     prompt_factor: float = 1.0
     steps_in_flight: int = 2
+    launch_s: float = 0.0
 
 
 class MeasuredCosts(StepCosts):
@@ -55,9 +58,11 @@ class MeasuredCosts(StepCosts):
         known = self._constants
         gpu_s = self._times.step_s(tokens, pairs, batch, context)
         of_gpu = known.prompt_factor if tokens else known.decode_factor
+        launch_s = known.launch_s if tokens else 0.0
         of_requests_s = batch * known.host_request_s
-        step_s = of_gpu * gpu_s + known.host_s + of_requests_s
-        work_s = of_gpu * max(0.0, gpu_s - self._least_s[tokens > 0]) + of_requests_s
+        step_s = max(of_gpu * gpu_s, launch_s) + known.host_s + of_requests_s
+        least_s = max(of_gpu * self._least_s[tokens > 0], launch_s)
+        work_s = max(0.0, of_gpu * gpu_s - least_s) + of_requests_s
         return self.factor * step_s + self.hop_s, self.factor * work_s
 
     def decode_run(self, batch: int, context: int) -> tuple[float, float, float]:

@@ -24,6 +24,7 @@ _SOURCES = ("files", "aiconfigurator")
 _MOST = {
     "host_s": 0.1,
     "host_request_s": 0.1,
+    "launch_s": 1.0,
     "steps_in_flight": 2,
 }
 """Maximum of a constant; a larger one is a mistake, such as milliseconds."""
