@@ -185,7 +185,7 @@ gpu-report:  ## Run all that needs a GPU on one with GPU_PYTHON, from .kit if it
 wheel: install  ## Build wheels into dist/; BANASERVE_CUDA=1 adds the CUDA part, with nvcc.
 	@rm -rf $(foreach one,. $(BESIDE),$(one)/build/lib* $(one)/build/bdist*) # an earlier wheel's files would go into this one
 	@$(BIN)/pip wheel -q --no-deps --no-build-isolation --wheel-dir dist . $(BESIDE:%=./%)
-	@cp requirements/{torch-cpu,torch-pypi,cpu}.lock requirements/model.txt dist/
+	@cp requirements/{torch-cpu,torch-pypi,serving,cpu}.lock requirements/model.txt dist/
 	@ls dist
 
 wheel-check: wheel  ## Install those wheels into an empty environment, and look into them.

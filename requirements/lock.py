@@ -20,6 +20,8 @@ Packages = dict[str, str]
 """Requirements of a lock with their hashes, by name."""
 _TORCH_ALONE = ("torch", "cuda-", "nvidia-")
 """Prefixes of the names of packages that PyPI's torch requires and the CPU build does not."""
+_HEAD = r"(?m)^(?:#|-r ).*\n"
+"""Lines of a lock above its packages: what it is for, and the lock that it includes."""
 _STAND_INS = ("torchaudio", "torchcodec", "torchvision")
 _OURS = "pyproject.toml bench/pyproject.toml route/pyproject.toml plugins/mooncake/pyproject.toml"
 _CPU = f"{_OURS} requirements/cpu.txt --extra cpu --extra client"
@@ -31,7 +33,7 @@ def main() -> None:
     files = [*FOLDER.glob("*.lock"), FOLDER / "dev-full.txt", FOLDER / "model.txt"]
     present = {path.name: path.read_text() for path in sorted(files)}
     now = "".join(present.values())
-    gpu_now = "".join(present[f"{name}.lock"] for name in ("cuda", "cpu", "dev"))
+    gpu_now = "".join(present[f"{name}.lock"] for name in ("cuda", "serving", "cpu", "dev"))
     torch = (FOLDER / "cpu.txt").read_text().partition("\ntorch==")[2].split()[0]
     # Distributions beside the core need the core, which is no package of an index.
     own = _left_out(["banaserve"])
@@ -40,32 +42,33 @@ def main() -> None:
 
     served = _compile(_CPU, now, override)
     builds = {name: block for name, block in served.items() if name.startswith(_TORCH_ALONE)}
-    serving = _without(served, builds)
+    cpu = _without(served, builds)
     gpu = _compile(_CUDA, gpu_now, own)
     tested = _without(_compile(f"{_CPU} --extra dev", now, override, served), served)
     gpu_tested = _compile(f"{_CUDA} --extra dev", gpu_now, own, {**tested, **gpu})
+    both = {name: block for name, block in cpu.items() if gpu.get(name) == block}
     locks = {
-        "cpu.lock": serving,
+        "serving.lock": both,
+        "cpu.lock": _without(cpu, both),
         "dev.lock": {**tested, **_without(gpu_tested, gpu)},
         "torch-pypi.lock": builds,
         "torch-cpu.lock": _torch_cpu(present["torch-cpu.lock"], torch),
-        "cuda.lock": gpu,
-        "build.lock": _alone(_text(serving), ["nanobind", "pip", "setuptools"]),
+        "cuda.lock": _without(gpu, both),
+        "build.lock": _alone(_text(cpu), ["nanobind", "pip", "setuptools"]),
         "installer.lock": _alone(now, ["uv"]),
     }
     for name in ("dev-full.txt", "model.txt"):
         pins = [block.split()[0] for block in blocks(present[name]).values()]
         locks[name] = _alone(now, pins)
     for name, packages in locks.items():
-        # What the file is for stands above its packages.
-        head = re.match(r"(#.*\n)*", present[name])
-        (FOLDER / name).write_text((head[0] if head else "") + _text(packages))
+        head = "".join(re.findall(_HEAD, present[name]))
+        (FOLDER / name).write_text(head + _text(packages))
         print(f"[install] {name}: {len(packages)} packages")
 
 
 def blocks(text: str) -> Packages:
-    """Return the packages of a lock."""
-    starts = re.split(r"(?m)^(?=[A-Za-z])", re.sub(r"(?m)^#.*\n", "", text))
+    """Return the packages of a lock, without those of a lock that it includes."""
+    starts = re.split(r"(?m)^(?=[A-Za-z])", re.sub(_HEAD, "", text))
     return {re.split(r"[=\[ ;]", one, maxsplit=1)[0]: one.rstrip() for one in starts if one.strip()}
 
 
@@ -113,7 +116,11 @@ def _compile(
     """
     command = "uv pip compile --universal --python-version 3.11 --generate-hashes --no-header"
     with tempfile.TemporaryDirectory() as name:
-        files = {"override": override, "constraint": _text(fixed or {}), "output-file": present}
+        files = {
+            "override": override,
+            "constraint": _text(fixed or {}),
+            "output-file": re.sub(_HEAD, "", present),
+        }
         command += f" --no-annotate --quiet --no-config {inputs}"
         for option, text in files.items():
             Path(name, option).write_text(text)

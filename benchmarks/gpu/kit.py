@@ -37,7 +37,7 @@ _PYTHON = "3.12"
 _TRAVELS_BYTES = 64 << 20
 """Size up to which the kit and the files of the checkout travel to a GPU machine in one go."""
 _PIECE_BYTES = 60 << 20
-_LOCKS = ("cuda.lock", "dev.lock")
+_LOCKS = ("cuda.lock", "serving.lock", "dev.lock")
 _PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (39, 35, 34, 31, 28, 27, 26, 24, 17, 5)]
 _PLATFORMS += ["manylinux2014_x86_64", "manylinux1_x86_64"]
 _LIBRARIES = (

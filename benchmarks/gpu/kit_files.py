@@ -64,10 +64,10 @@ class Kit:
 
 def version_of(root: Path) -> str:
     """Return a hash of the files of a checkout that a kit's contents come from."""
-    named = ("requirements/cuda.lock", "requirements/gpu-kit.txt", "setup.py")
+    named = [root / "requirements" / one for one in ("cuda.lock", "serving.lock", "gpu-kit.txt")]
     sources = [path for path in (root / "csrc").rglob("*") if path.suffix in (".cpp", ".h", ".cu")]
     found = hashlib.sha256()
-    for path in sorted((*(root / name for name in named), *sources)):
+    for path in sorted((*named, root / "setup.py", *sources)):
         found.update(f"{path.relative_to(root)}\0".encode())
         found.update(path.read_bytes())
     return found.hexdigest()

@@ -13,7 +13,13 @@ from docs.repository.findings import ROOT, Finding, at
 
 FOLDER = ROOT / "requirements"
 EXAMPLES = ROOT / "examples"
-_DISJOINT = (("cpu", "dev"), ("cuda", "dev"))
+_DISJOINT = (
+    ("serving", "cpu"),
+    ("serving", "cuda"),
+    ("serving", "dev"),
+    ("cpu", "dev"),
+    ("cuda", "dev"),
+)
 _NUM_HASHES = 6
 """Hashes of torch's files: one for each of three Pythons on two kinds of machine."""
 

