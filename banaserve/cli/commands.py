@@ -87,7 +87,7 @@ COMMANDS = {
     "completion": _own(
         "terminal.completion:completion_command", "Print a shell's completion script."
     ),
-    "version": _own("main:version_command", "Show versions."),
+    "version": _own("main:version_app", "Show versions."),
 }
 
 

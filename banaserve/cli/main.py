@@ -147,16 +147,13 @@ def _help() -> str:
     return "\n".join([*lines, "", "`banaserve COMMAND --help` lists the options of a command."])
 
 
-def version_command(argv: list[str]) -> int:
-    """Print the versions of banaserve, Python and the packages it uses, without importing them."""
-    if argv in (["--help"], ["-h"]):
-        print("usage: banaserve version\n\nShow the versions of banaserve, Python, vLLM and torch.")
-        return 0
-    if argv:
-        raise UserError(f"banaserve version takes no arguments, not {' '.join(argv)}")
+def version() -> None:
+    """Show the versions of banaserve, Python, vLLM and torch, none of which is imported."""
     print(f"banaserve {__version__}")
     print(f"python {platform.python_version()}")
     for name in _SHOWN:
-        if version := installed_version(name):
-            print(f"{name} {version}")
-    return 0
+        if installed := installed_version(name):
+            print(f"{name} {installed}")
+
+
+version_app = App(version)

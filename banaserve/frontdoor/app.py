@@ -7,8 +7,7 @@ import contextlib
 import logging
 import socket
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from http import HTTPStatus
 from time import monotonic
@@ -23,11 +22,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from banaserve import __version__
-from banaserve.base.access.tenants import TenantKey
+from banaserve.base.config.serve_config import ServeConfig
 from banaserve.base.errors import UserError
 from banaserve.base.net.loop_watch import LoopWatch, StallWitness
 from banaserve.base.net.sockets import keep_alive
 from banaserve.base.net.tls import Certificates, ServerTls, TlsListener
+from banaserve.base.plugins.discovery import vllm_version
 from banaserve.engine.compat.config import ModelConfig
 from banaserve.engine.compat.front import server
 from banaserve.frontdoor.bodies.bounds import RequestBounds
@@ -43,6 +43,7 @@ from banaserve.frontdoor.metrics import MetricsPage
 from banaserve.frontdoor.middleware.admission import BodyLimit, ConcurrencyLimit
 from banaserve.frontdoor.middleware.api_keys import KeyMiddleware
 from banaserve.frontdoor.middleware.request_context import CallTimes, RequestHeaderReader
+from banaserve.kvstore.sizes import parse_size
 from banaserve.serving.client import DisaggregatedClient
 from banaserve.serving.instances.cluster import Cluster
 from banaserve.serving.requests.suspects import EnginesDiedError
@@ -54,25 +55,12 @@ _HANDSHAKE_S = 1.0
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class ApiServerOptions:
-    """Options of the front door: keys, limits of requests, and the time dilation."""
-
-    keys: Sequence[TenantKey]
-    metrics_key: str
-    max_concurrent_requests: int
-    max_body_bytes: int
-    bounds: RequestBounds
-    vllm_version: str
-    dilation: float = 1.0
-
-
 async def make_app(
     args: Namespace,
     client: DisaggregatedClient,
     cluster: Cluster,
     metrics: MetricsPage,
-    options: ApiServerOptions,
+    config: ServeConfig,
     grammars: GrammarChecker | None,
 ) -> ASGIApp:
     """Return vLLM's application with all its endpoints, preceded by our own."""
@@ -82,23 +70,23 @@ async def make_app(
     await server.bind_engines(app, args, client, tasks)
     app.router.routes[:0] = [
         Route("/ready", _ready(cluster)),
-        Route("/version", _version(options.vllm_version)),
+        Route("/version", _version),
         Route("/metrics", metrics.answer),
         Route("/scale_elastic_ep", _no_scaling, methods=["POST"]),
     ]
     # Around the whole application: vLLM's own list of middleware can no longer be changed.
-    return CallTimes(guarded(app, options, grammars), client.tracer)
+    return CallTimes(guarded(app, config, grammars), client.tracer)
 
 
-def guarded(app: ASGIApp, options: ApiServerOptions, grammars: GrammarChecker | None) -> ASGIApp:
+def guarded(app: ASGIApp, config: ServeConfig, grammars: GrammarChecker | None) -> ASGIApp:
     """Return ``app`` behind every middleware that may refuse a request."""
-    held_bytes = max(_MAX_HELD_BYTES, options.max_body_bytes)
-    looked_at = BodyGuard(app, options.bounds, grammars)
-    limited = BodyLimit(looked_at, options.max_body_bytes, held_bytes)
-    counted = ConcurrencyLimit(limited, options.max_concurrent_requests)
+    max_body_bytes = parse_size(config.max_body_size)
+    looked_at = BodyGuard(app, RequestBounds.of(config.request_bounds), grammars)
+    limited = BodyLimit(looked_at, max_body_bytes, max(_MAX_HELD_BYTES, max_body_bytes))
+    counted = ConcurrencyLimit(limited, config.max_concurrent_requests)
     timed = WebSocketLimit(counted)
-    told = RequestHeaderReader(timed, options.dilation)
-    return KeyMiddleware(told, options.keys, options.metrics_key)
+    told = RequestHeaderReader(timed, config.dilate)
+    return KeyMiddleware(told, config.keys, config.metrics_key)
 
 
 def vllm_app(args: Namespace, tasks: tuple[Any, ...], model_config: ModelConfig | None) -> FastAPI:
@@ -121,11 +109,8 @@ def _ready(cluster: Cluster) -> Endpoint:
     return ready
 
 
-def _version(vllm_version: str) -> Endpoint:
-    async def version(_: Request) -> Response:
-        return JSONResponse({"version": __version__, "vllm": vllm_version})
-
-    return version
+async def _version(_: Request) -> Response:
+    return JSONResponse({"version": __version__, "vllm": vllm_version() or "unknown"})
 
 
 async def _no_scaling(_: Request) -> Response:

@@ -16,7 +16,6 @@ from banaserve.engine.engine_args import engine_config, parse_vllm_argv
 from banaserve.engine.runner_setup import prepare_runners
 from banaserve.mains import guest
 from banaserve.migration.host import install as migration
-from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.pacing import install as pacing
 from banaserve.serving.launch.messages import Order, StartGuest
 
@@ -48,12 +47,6 @@ def run_engine_core(config: VllmConfig, instance_id: str, handshake_address: str
     compat.run_engine_core(config, handshake_address)
 
 
-def run_guest(config: VllmConfig, address: GuestAddress) -> None:
-    """Serve as a guest until its host is gone."""
-    _keep_files_in(Path(address.folder))
-    guest.serve(config, address)
-
-
 def _keep_files_in(folder: Path) -> None:
     """Put vLLM's sockets and torch's rendezvous file into a folder that is removed with the run.
 
@@ -73,6 +66,7 @@ def run_order(order: Order, usual: VllmConfig | None = None) -> None:
     config = engine_config(parse_vllm_argv(list(order.vllm_argv))) if order.vllm_argv else usual
     assert config is not None, "an order to a new process has options"
     if isinstance(order, StartGuest):
-        run_guest(config, order.address)
+        _keep_files_in(Path(order.address.folder))
+        guest.serve(config, order.address)
     else:
         run_engine_core(config, order.instance_id, order.handshake_address)

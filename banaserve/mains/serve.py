@@ -25,8 +25,8 @@ from banaserve.base.clock import Clock, WallClock
 from banaserve.base.config.orchestrator_config import SLO_AWARE
 from banaserve.base.config.serve_config import ServeConfig
 from banaserve.base.errors import BanaServeError, InstanceDeadError, UserError
+from banaserve.base.net.addresses import written
 from banaserve.base.platform.run_dir import AdminAccess, RunDir, remove_admin, write_admin
-from banaserve.base.plugins.discovery import vllm_version
 from banaserve.base.tasks import end_tasks
 from banaserve.base.types import InstanceId, Role
 from banaserve.contracts.control_api import ControllerState
@@ -38,8 +38,7 @@ from banaserve.engine.compat.front.server import get_span_exporter
 from banaserve.frontdoor.admin.app import AdminMiddleware, Traces
 from banaserve.frontdoor.admin.control import Control
 from banaserve.frontdoor.admin.live import LivePage
-from banaserve.frontdoor.app import ApiServer, ApiServerOptions, make_app
-from banaserve.frontdoor.bodies.bounds import RequestBounds
+from banaserve.frontdoor.app import ApiServer, make_app
 from banaserve.frontdoor.bodies.grammar_checker import GrammarChecker
 from banaserve.frontdoor.edge.limits import edge_limits
 from banaserve.frontdoor.lifecycle.closing import ClosingMiddleware, StopSignals, until_none
@@ -396,15 +395,7 @@ async def _app(
         client,
         cluster,
         MetricsPage(registries, _store_stats(parts)),
-        ApiServerOptions(
-            keys=parts.config.keys,
-            metrics_key=parts.config.metrics_key,
-            max_concurrent_requests=parts.config.max_concurrent_requests,
-            max_body_bytes=parse_size(parts.config.max_body_size),
-            bounds=RequestBounds.of(parts.config.request_bounds),
-            vllm_version=vllm_version() or "unknown",
-            dilation=parts.config.dilate,
-        ),
+        parts.config,
         grammars,
     )
 
@@ -567,9 +558,7 @@ def scheme_of(args: Namespace) -> str:
 
 def _write_admin(parts: Parts, sock: socket.socket, key: str) -> None:
     """Write the admin API's URL and key where this user's commands find them."""
-    host, port = sock.getsockname()[:2]
-    name = f"[{host}]" if ":" in host else host
-    url = f"{scheme_of(parts.args)}://{name}:{port}"
+    url = f"{scheme_of(parts.args)}://{written(*sock.getsockname()[:2])}"
     own_key = "" if parts.config.admin_key else key
     certificate = parts.args.ssl_certfile
     access = AdminAccess(url, own_key, str(Path(certificate).absolute()) if certificate else "")

@@ -39,7 +39,7 @@ def test_help_lists_every_command(argv, capsys):
         (["serv"], "there is no command serv: did you mean `banaserve serve`?"),
         (["xyzzy"], "there is no command xyzzy: see `banaserve --help`"),
         (["--port", "1"], "there is no command --port: see `banaserve --help`"),
-        (["version", "all"], "banaserve version takes no arguments, not all"),
+        (["version", "all"], "version: unrecognized arguments: all (see banaserve version --help)"),
     ],
 )
 def test_a_mistake_gives_one_line_and_exit_code_2(argv, line, capsys):

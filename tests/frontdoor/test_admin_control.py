@@ -381,7 +381,7 @@ def test_the_commands(server, capsys):
     code, out, _ = banaserve("scale", "--pd", "1:2", "--no-wait")
     assert (code, out) == (0, "s3: draining; `banaserve status` shows how far it is\n")
     code, _, err = banaserve("scale", "--pd", "1,2")
-    assert (code, len(err.splitlines()), "such as 3:2" in err) == (2, 1, True)
+    assert (code, len(err.splitlines()), "such as 1:1" in err) == (2, 1, True)
 
 
 def test_the_commands_of_nodes(server, capsys):

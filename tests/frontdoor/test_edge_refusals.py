@@ -20,9 +20,10 @@ from prometheus_client import REGISTRY
 pytest.importorskip("vllm")
 
 from banaserve.base.access.tenants import TENANT_FIELD, TenantKey
+from banaserve.base.config.serve_config import ServeConfig
 from banaserve.frontdoor import app as front_app
-from banaserve.frontdoor.app import ApiServerOptions, guarded
-from banaserve.frontdoor.bodies.bounds import BodyRefusedError, RequestBounds
+from banaserve.frontdoor.app import guarded
+from banaserve.frontdoor.bodies.bounds import BodyRefusedError
 from banaserve.frontdoor.bodies.grammar_process import GrammarSpec
 from banaserve.frontdoor.edge import refusals
 from banaserve.frontdoor.edge.limits import EdgeLimits
@@ -30,13 +31,11 @@ from edge_server import HEAD, KEY, NUM_EVENTS, Caller, Rig, on_uvloop, patient, 
 from waiting import until
 
 TIMES = 3
-OPTIONS = ApiServerOptions(
-    keys=(TenantKey(key="good"), TenantKey(key="balancer", is_balancer=True)),
+CONFIG = ServeConfig(
+    tenants=(TenantKey(key="good"), TenantKey(key="balancer", is_balancer=True)),
     metrics_key="figures",
     max_concurrent_requests=64,
-    max_body_bytes=2**20,
-    bounds=RequestBounds(),
-    vllm_version="0",
+    max_body_size="1MiB",
 )
 Provoke = Callable[[Rig], Awaitable[Caller]]
 """Does what is refused; returns the connection on which the answer comes."""
@@ -109,7 +108,7 @@ class Case:
 
     Attributes:
         says: In the message.
-        options, limits: Of the door, where others than usual.
+        config, limits: Of the door, where others than usual.
         patches: Constants of ``frontdoor.app``.
         is_closed: Whether the connection ends behind the answer.
     """
@@ -118,15 +117,15 @@ class Case:
     cause: str
     says: str
     provoke: Provoke
-    options: ApiServerOptions = OPTIONS
+    config: ServeConfig = CONFIG
     limits: EdgeLimits = field(default_factory=patient)
     grammars: Refusing | None = None
     patches: dict[str, Any] = field(default_factory=dict)
     is_closed: bool = False
 
 
-def keys(**limits: int) -> ApiServerOptions:
-    return replace(OPTIONS, keys=(TenantKey(key="good", **limits),))
+def keys(**limits: int) -> ServeConfig:
+    return replace(CONFIG, tenants=(TenantKey(key="good", **limits),))
 
 
 GRAMMAR = {"structured_outputs": {"regex": "a"}}
@@ -152,7 +151,7 @@ CASES = [
     Case(413, "body_size", "--max-body-size", announced(2**20 + 1), is_closed=True),
     Case(
         *(413, "values", "--request-bound values=N", posted({"prompt": [1] * 200})),
-        options=replace(OPTIONS, bounds=RequestBounds(values=100)),
+        config=replace(CONFIG, request_bounds=(("values", 100),)),
     ),
     Case(
         *(413, "grammar_bytes", "--request-bound grammar_bytes=N"),
@@ -160,12 +159,12 @@ CASES = [
     ),
     Case(
         *(429, "requests", "1 requests are under way", posted({})),
-        options=replace(OPTIONS, max_concurrent_requests=1),
+        config=replace(CONFIG, max_concurrent_requests=1),
     ),
-    Case(429, "max_requests", "1 requests at once", posted({}), options=keys(max_requests=1)),
+    Case(429, "max_requests", "1 requests at once", posted({}), config=keys(max_requests=1)),
     Case(
         *(429, "requests_per_minute", "1 requests per minute", posted({})),
-        options=keys(requests_per_minute=1),
+        config=keys(requests_per_minute=1),
     ),
     Case(431, "head_size", "or 256 fields", said(HEAD, "a:b\r\n" * 300), is_closed=True),
     Case(431, "head_size", "65536 bytes", said(HEAD, "a:", b"b" * 2**17), is_closed=True),
@@ -176,7 +175,7 @@ CASES = [
     ),
     Case(
         *(503, "bodies", "hold 1000 bytes", more_than_all_may_hold),
-        options=replace(OPTIONS, max_body_bytes=1000),
+        config=replace(CONFIG, max_body_size="1000"),
         patches={"_MAX_HELD_BYTES": 1000},
         is_closed=True,
     ),
@@ -216,7 +215,7 @@ async def test_a_refusal_is_one_line_counted_and_logged_once_a_second(
     for name, value in case.patches.items():
         monkeypatch.setattr(front_app, name, value)
     before = counted(case.cause, case.status)
-    guards = partial(guarded, options=case.options, grammars=case.grammars)
+    guards = partial(guarded, config=case.config, grammars=case.grammars)
     async with serving(case.limits, guards=guards) as rig, a_stream(rig):
         for number in range(1, TIMES + 1):
             caller = await case.provoke(rig)

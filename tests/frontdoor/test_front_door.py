@@ -441,14 +441,16 @@ class Ours(ToolParser): ...
 
 
 def test_certificates_are_looked_at_before_anything_slow(tmp_path: Path) -> None:
-    check_tls(None, None)
+    none = dict.fromkeys(("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_ciphers"))
+    usual = {**none, "ssl_cert_reqs": 0}
+    check_tls(Namespace(**usual))
     with pytest.raises(UserError, match="certificate too"):
-        check_tls(None, "key.pem")
+        check_tls(Namespace(**{**usual, "ssl_keyfile": "key.pem"}))
     with pytest.raises(UserError, match=r"nothing\.pem: No such file"):
-        check_tls(str(tmp_path / "nothing.pem"), None)
+        check_tls(Namespace(**{**usual, "ssl_certfile": str(tmp_path / "nothing.pem")}))
     (tmp_path / "empty.pem").touch()
     with pytest.raises(UserError, match=r"empty\.pem: "):
-        check_tls(str(tmp_path / "empty.pem"), None)
+        check_tls(Namespace(**{**usual, "ssl_certfile": str(tmp_path / "empty.pem")}))
 
 
 async def test_a_door_that_cannot_open_says_why(tmp_path: Path) -> None:

@@ -59,14 +59,14 @@ _STARTS = ("auto", "fork", "spawn")
 PORT_RULE = Rule(lambda value: 0 < value < 65536, "must be between 1 and 65535")
 
 
-def parse_pd(text: str) -> tuple[int, int]:
-    """Return the two numbers of ``P:D``, each at least 1.
+def parse_pd(text: str, least: int = 1) -> tuple[int, int]:
+    """Return the two numbers of ``P:D``, each at least ``least``.
 
     Raises:
         UserError: ``text`` has another form.
     """
-    match = re.fullmatch(r"(\d{1,3}):(\d{1,3})", text.strip())
-    if match is None or 0 in (prefill := int(match[1]), decode := int(match[2])):
+    match = re.fullmatch(r"(\d{1,3}):(\d{1,3})", text.strip(), re.ASCII)
+    if match is None or min(prefill := int(match[1]), decode := int(match[2])) < least:
         raise UserError(
             f"--pd {text}: write the number of prefill and of decode instances, such as 1:1 or "
             "2:2 (for engines that do both, use --colocated N)"

@@ -58,10 +58,8 @@ def resolve(name: str, cache_dir: Path | None, progress: Callable[[str], None]) 
         folder = packaged_folder(cache_dir)
         if cache.obtain(folder, lambda target: _convert_packaged(target, progress), progress):
             progress(f"converted {name} to {folder}")
-        return ResolvedModel(name, str(folder), served_name=name)
-    if local := find_local(name):
-        return ResolvedModel(name, str(local), served_name=name)
-    folder = hub.fetch(HUB_IDS.get(name, name), _hint(name), progress)
+    else:
+        folder = find_local(name) or hub.fetch(HUB_IDS.get(name, name), _hint(name), progress)
     return ResolvedModel(name, str(folder), served_name=name)
 
 

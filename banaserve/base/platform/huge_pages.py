@@ -9,7 +9,7 @@ pages instead (``MADV_COLLAPSE``, Linux 6.1; in older versions the kernel does i
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import mmap
 import os
 from collections.abc import Iterable, Iterator
@@ -17,6 +17,8 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+
+from banaserve.base.platform.linux import madvise
 
 VARIABLE = "THP_MEM_ALLOC_ENABLE"
 """PyTorch's variable for huge pages of its allocator; with 0, nothing is gathered either."""
@@ -45,14 +47,13 @@ def gather(enabled: Path = _ENABLED) -> int:
     """
     if os.environ.get(VARIABLE) == "0" or not are_offered(enabled):
         return 0
-    advise = ctypes.CDLL(None).madvise
-    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     asked_bytes = 0
     for within in private_spans(Path("/proc/self/maps").read_text().splitlines()):
         for first, end in worth_gathering(within[0], _pages(within)):
             # On failure memory stays in small pages: no huge page is free, or the kernel is older.
             for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):
-                advise(first, end - first, advice)
+                with contextlib.suppress(OSError):
+                    madvise(first, end - first, advice)
             asked_bytes += end - first
     return asked_bytes
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 from urllib.parse import urlsplit
 
 from banaserve.base.errors import UserError
@@ -193,7 +193,7 @@ def find_offer(chosen: Path | None, port: int) -> Path:
         names = ", ".join(str(folder) for folder in sorted(running))
         raise UserError(f"several run: choose one with --take-over RUN_DIR ({names})")
     try:
-        return Path(_note_of(running[0])["sockets"]) / _OFFER
+        return Path(json.loads((running[0] / _NOTE).read_text())["sockets"]) / _OFFER
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"--take-over: cannot read {running[0] / _NOTE}: {error}") from error
 
@@ -302,11 +302,6 @@ def _own(folder: Path) -> IO[str]:
                 ) from None
             time.sleep(0.05)
         note.close()
-
-
-def _note_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / _NOTE).read_text())
-    return found
 
 
 def _is_running(folder: Path) -> bool:

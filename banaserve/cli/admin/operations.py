@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from banaserve.base.arguments import argument, extra, option
+from banaserve.base.config.serve_config import parse_pd
 from banaserve.base.errors import UserError
 from banaserve.base.types import Role
 from banaserve.cli.admin.options import JsonOptions, ServerOptions
@@ -89,6 +89,7 @@ def follow(
 
 
 _EXIT_FAILED = 2
+_WAIT = "return at its end, or at once (--wait)"
 
 
 def role(
@@ -125,10 +126,10 @@ def scale(
     colocated: int | None = option("instances that do both", None, int),
     instances: int | None = option("all instances, where roles follow the load", None, int),
     timeout_s: float = option("time to wait for the last request of one that leaves", 300.0),
-    waits: bool = option("return at its end, or at once (--wait)", True, name="--wait"),
+    waits: bool = option(_WAIT, True, name="--wait"),
 ) -> int:
     """Add instances, then drain and remove surplus ones; no request is lost."""
-    prefill, decode = (None, None) if pd is None else _numbers(pd)
+    prefill, decode = (None, None) if pd is None else parse_pd(pd, least=0)
     scalings = asked.client().scalings
     return follow(
         asked,
@@ -139,15 +140,6 @@ def scale(
         failure=lambda one: f"scaling {one.id} {one.state}: {one.reason or 'by hand'}",
         waits=waits,
     )
-
-
-def _numbers(pd: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d{1,3}):(\d{1,3})", pd.strip(), re.ASCII)
-    if match is None:
-        raise UserError(
-            f"--pd {pd}: write the number of prefill and of decode instances, such as 3:2"
-        )
-    return int(match[1]), int(match[2])
 
 
 def _scaled(scaling: Scaling) -> str:
@@ -185,7 +177,6 @@ def drain(
 
 
 _ADDRESS = "HOST:PORT of `banaserve node`, as --node has it"
-_WAIT = "return at its end, or at once (--wait)"
 
 
 def list_nodes(asked: JsonOptions) -> None:

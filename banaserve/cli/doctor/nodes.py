@@ -12,7 +12,6 @@ from pathlib import Path
 
 from banaserve.base import models
 from banaserve.base.errors import UserError
-from banaserve.base.models import hub
 from banaserve.cli.doctor.checks import Finding, missing, ok, warning
 from banaserve.kvstore.sizes import format_size
 from banaserve.nodes.by_ray.places import RayPlaces
@@ -67,12 +66,10 @@ async def _surveyed(
 def _asked(model: str) -> Inspect:
     """Return the question to a node, about the model only if it is on this machine."""
     try:
-        folder: Path | None = models.packaged_folder()
-        if model != models.PACKAGED:
-            folder = models.find_local(model) or hub.cached(models.HUB_IDS.get(model, model))
+        folder = models.find_here(model)
     except UserError:
         return Inspect()  # the finding on this machine's model reports this
-    if folder is None or not folder.is_dir():
+    if folder is None:
         return Inspect()
     argv = ("--model", str(folder))
     return Inspect(argv, model_digest(argv))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from banaserve.base.config.serve_config import MINIATURE, ServeConfig
+from banaserve.base.net.addresses import written
 from banaserve.base.platform.cpu_features import DtypeChoice
 from banaserve.base.platform.run_dir import RunDir, admin_note
 from banaserve.cli.serve.engine_options import (
@@ -58,8 +59,7 @@ def print_banner(parts: Parts, facts: Mapping[str, str], terminal: TextIO, page_
     """
     # Not the configuration that was asked for: a pooling model is served with other instances.
     config, model, run = parts.config, parts.model_name, parts.run
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    url = f"{scheme_of(parts.args)}://{host}:{config.port}"
+    url = f"{scheme_of(parts.args)}://{written(config.host, config.port)}"
     shape = (
         f"{config.colocated} colocated"
         if config.colocated

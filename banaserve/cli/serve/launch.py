@@ -11,6 +11,7 @@ import gc
 import itertools
 import os
 import secrets
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -21,7 +22,6 @@ from banaserve.base import models
 from banaserve.base.config.serve_config import ServeConfig
 from banaserve.base.errors import UserError
 from banaserve.base.models import ResolvedModel
-from banaserve.base.net.tls import ServerTls
 from banaserve.base.platform.linux import limit_heaps
 from banaserve.base.platform.run_dir import RunDir
 from banaserve.base.types import Role
@@ -37,6 +37,7 @@ from banaserve.engine import engine_args
 from banaserve.engine.compat.config import VllmConfig, is_on_cpu
 from banaserve.engine.compat.scheduler import check_first_come
 from banaserve.engine.connector.block_hash import check_model, check_parallel
+from banaserve.frontdoor.app import tls_of
 from banaserve.frontdoor.lifecycle.listening_socket import FrontSocket
 from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.sizes import parse_size
@@ -82,7 +83,7 @@ def prepared(
                 f"over: {refused}"
             ) from refused
         argv, args, engine_config = for_vllm(config, model, run)
-    check_tls(args.ssl_certfile, args.ssl_keyfile, args.ssl_ca_certs, args.ssl_ciphers)
+    check_tls(args)
     front.check_scheme(scheme_of(args))
     engine_args.load_parsers(args)
     if config.scheduler == "preble":
@@ -111,22 +112,21 @@ def prepared(
         launcher.close()
 
 
-def check_tls(
-    certificate: str | None, key: str | None, ca: str | None = None, suites: str | None = None
-) -> None:
+def check_tls(args: Namespace) -> None:
     """Check that the files and suites can serve TLS, if any are given.
 
     Raises:
         UserError: TLS cannot be served with them.
     """
-    if not certificate:
-        if key:
-            raise UserError(f"--ssl-keyfile {key}: give its certificate too, in --ssl-certfile")
-        return
-    try:
-        ServerTls(certificate, key or "", ca or "", suites=suites or "").context()
-    except UserError as error:
-        raise UserError(f"--ssl-certfile: {error}") from None
+    if (tls := tls_of(args)) is not None:
+        try:
+            tls.context()
+        except UserError as error:
+            raise UserError(f"--ssl-certfile: {error}") from None
+    elif args.ssl_keyfile:
+        raise UserError(
+            f"--ssl-keyfile {args.ssl_keyfile}: give its certificate too, in --ssl-certfile"
+        )
 
 
 def _check_migration(config: ServeConfig, engine_config: VllmConfig) -> None:

@@ -32,9 +32,10 @@ from banaserve.frontdoor.admin.answers import (
 )
 from banaserve.frontdoor.admin.control import Control, control_routes
 from banaserve.frontdoor.admin.live import LivePage, live_routes
-from banaserve.frontdoor.edge.edge import mark_authenticated
+from banaserve.frontdoor.edge.edge import mark_authenticated, path_of
 from banaserve.frontdoor.edge.refusals import refuse
 from banaserve.frontdoor.middleware.admission import BodyLimit
+from banaserve.frontdoor.middleware.api_keys import given_key
 from banaserve.serving.moves.coordinator import Coordinator
 from banaserve.serving.moves.placement import placement_of, share
 from banaserve.serving.tracing.request_log import RequestLog
@@ -68,12 +69,10 @@ class AdminMiddleware:
         if scope["type"] != "http" or not _is_admin(scope):
             await self._app(scope, receive, send)
             return
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = given if scheme.lower() == "bearer" else ""
+        given = given_key(Headers(scope=scope))
         is_key = bool(given) and secrets.compare_digest(given.encode(), self._key)
         if self._pages is not None:
-            path = _path(scope)
-            about_pages = self._pages.answer(scope["method"], path, given, is_key=is_key)
+            about_pages = self._pages.answer(scope["method"], path_of(scope), given, is_key=is_key)
             if about_pages is not None:
                 mark_authenticated(scope)
                 await about_pages(scope, receive, send)
@@ -124,13 +123,7 @@ async def _placement(coordinator: Coordinator, control: Control | None, _: Reque
 
 
 def _is_admin(scope: Scope) -> bool:
-    path = _path(scope)
-    return path == PREFIX or path.startswith(f"{PREFIX}/")
-
-
-def _path(scope: Scope) -> str:
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
+    return f"{path_of(scope)}/".startswith(f"{PREFIX}/")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from banaserve.frontdoor.admin.answers import PREFIX, answer
 from banaserve.frontdoor.admin.control import Control
 from banaserve.frontdoor.edge.refusals import refuse
 from banaserve.frontdoor.metrics import StoreStatsReader
+from banaserve.frontdoor.middleware.api_keys import digest_of
 from banaserve.frontdoor.page.records import PageCode, PageToken
 from banaserve.frontdoor.page.snapshot import WINDOW_S, modules_away, snapshot_of
 from banaserve.frontdoor.page.viewers import PageState, Viewers
@@ -148,12 +148,12 @@ class PageAccess:
     def new_code(self) -> str:
         """Return a code that can be exchanged for one token within ``CODE_S`` seconds."""
         code = secrets.token_urlsafe(32)
-        self._codes.append((_digest(code), self._clock.now() + CODE_S))
+        self._codes.append((digest_of(code), self._clock.now() + CODE_S))
         return code
 
     def redeem(self, code: str) -> bool:
         """Return whether a code is valid, and make it invalid."""
-        given, now_s = _digest(code), self._clock.now()
+        given, now_s = digest_of(code), self._clock.now()
         found = [one for one in self._codes if secrets.compare_digest(given, one[0])]
         for one in found:
             self._codes.remove(one)
@@ -162,7 +162,7 @@ class PageAccess:
     def new_token(self) -> str:
         """Return a token for the admin API, valid until ``forget`` or the server's end."""
         token = secrets.token_urlsafe(32)
-        self._tokens.append(_digest(token))
+        self._tokens.append(digest_of(token))
         return token
 
     def opens(self, token: str) -> bool:
@@ -193,7 +193,7 @@ class PageAccess:
         return None
 
     def _held(self, token: str) -> list[bytes]:
-        given = _digest(token)
+        given = digest_of(token)
         return [one for one in self._tokens if secrets.compare_digest(given, one)]
 
 
@@ -201,7 +201,3 @@ def _secret(value: msgspec.Struct) -> Response:
     response = answer(value)
     response.headers["Cache-Control"] = "no-store"
     return response
-
-
-def _digest(secret: str) -> bytes:
-    return hashlib.sha256(secret.encode()).digest()

@@ -64,6 +64,12 @@ class Edge:
                 logger.exception("a connection could not be looked at")
 
 
+def path_of(scope: Scope) -> str:
+    """Return the path of a request below its root path; empty if it is no request."""
+    path: str = scope.get("path", "")
+    return path.removeprefix(scope.get("root_path", ""))
+
+
 _MARK = "banaserve.authenticated"
 
 

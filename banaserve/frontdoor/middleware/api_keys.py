@@ -22,7 +22,7 @@ from banaserve.base.access.tenants import (
     is_tenant_name,
     tenant_terms,
 )
-from banaserve.frontdoor.edge.edge import mark_authenticated
+from banaserve.frontdoor.edge.edge import mark_authenticated, path_of
 from banaserve.frontdoor.edge.refusals import note, refuse
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version", "/metrics"})
@@ -33,7 +33,7 @@ class _Holder:
     """Holder of a key: the key's digest, its limits and its use of them."""
 
     def __init__(self, key: TenantKey) -> None:
-        self.digest = _digest(key.key)
+        self.digest = digest_of(key.key)
         self.is_balancer = key.is_balancer
         self.quota = Quota(key, monotonic())
         self.terms = TenantTerms(self._use_tokens, key.priority, self._refuse_session)
@@ -63,7 +63,7 @@ class KeyMiddleware:
     def __init__(self, app: ASGIApp, keys: Sequence[TenantKey], metrics_key: str = "") -> None:
         self._app = app
         self._holders = [_Holder(key) for key in keys]
-        self._metrics_digest = _digest(metrics_key) if metrics_key else None
+        self._metrics_digest = digest_of(metrics_key) if metrics_key else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._metrics_digest is not None and _is_metrics(scope):
@@ -76,7 +76,7 @@ class KeyMiddleware:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        holder = self._known(headers.get("authorization", ""))
+        holder = self._known(digest_of(given_key(headers)))
         named = headers.get(TENANT_FIELD, "")
         if holder is None:
             refusal = refuse(
@@ -108,8 +108,8 @@ class KeyMiddleware:
     async def _answer_metrics(
         self, digest: bytes, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        header = Headers(scope=scope).get("authorization", "")
-        if secrets.compare_digest(_given(header), digest) or self._known(header) is not None:
+        given = digest_of(given_key(Headers(scope=scope)))
+        if secrets.compare_digest(given, digest) or self._known(given) is not None:
             await self._app(scope, receive, send)
             return
         refusal = refuse(
@@ -120,8 +120,8 @@ class KeyMiddleware:
         )
         await refusal(scope, receive, send)
 
-    def _known(self, header: str) -> _Holder | None:
-        given, found = _given(header), None
+    def _known(self, given: bytes) -> _Holder | None:
+        found = None
         for holder in self._holders:
             if secrets.compare_digest(given, holder.digest):
                 found = holder
@@ -141,23 +141,20 @@ def _answer_odd_tenant() -> Response:
 def _is_guarded(scope: Scope) -> bool:
     if scope["type"] not in ("http", "websocket") or scope.get("method") == "OPTIONS":
         return False
-    path = scope["path"].removeprefix(scope.get("root_path", ""))
-    return path.rstrip("/") not in OPEN_PATHS
+    return path_of(scope).rstrip("/") not in OPEN_PATHS
 
 
 def _is_metrics(scope: Scope) -> bool:
     """Return whether the path is ``/metrics`` or vLLM's own page, mounted below that path."""
-    if scope["type"] != "http":
-        return False
-    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
-    return path == "/metrics" or path.startswith("/metrics/")
+    return scope["type"] == "http" and f"{path_of(scope)}/".startswith("/metrics/")
 
 
-def _given(header: str) -> bytes:
-    """Return the digest of the key in an ``Authorization`` header; empty for another scheme."""
-    scheme, _, key = header.partition(" ")
-    return _digest(key) if scheme.lower() == "bearer" else b""
+def given_key(headers: Headers) -> str:
+    """Return the key that a request shows in its ``Authorization`` field; empty without one."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key if scheme.lower() == "bearer" else ""
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+def digest_of(secret: str) -> bytes:
+    """Return the digest by which a key is kept and compared, as 32 bytes."""
+    return hashlib.sha256(secret.encode()).digest()

@@ -7,6 +7,7 @@ from starlette.datastructures import Headers
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from banaserve.frontdoor.edge.edge import path_of
 from banaserve.frontdoor.page.files import SECURITY_HEADERS, page_files
 from banaserve.frontdoor.page.records import PageInfo
 
@@ -27,7 +28,7 @@ class PageMiddleware:
         self._info = msgspec.json.encode(info)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"].removeprefix(scope.get("root_path", "")) if "path" in scope else ""
+        path = path_of(scope)
         is_page = path in ("/", PREFIX) or path.startswith(f"{PREFIX}/")
         if scope["type"] != "http" or not is_page:
             await self._app(scope, receive, send)

@@ -38,17 +38,15 @@ class SentDecision(NamedTuple):
     event: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Picture:
     """State of a server as events for browsers.
 
     Attributes:
-        number: Number of the picture, counted from 1.
         snapshot: Snapshot as a complete event.
         decisions: Decisions by their numbers, ascending.
     """
 
-    number: int
     snapshot: bytes
     decisions: dict[int, SentDecision]
 
@@ -68,6 +66,9 @@ class Viewers:
     Args:
         read_state: Reads the server's state.
         interval_s: Maximum time from one reading to the next, in seconds.
+
+    Attributes:
+        num_viewers: Number of viewers at present.
     """
 
     def __init__(
@@ -81,20 +82,16 @@ class Viewers:
         self._clock = clock
         self._interval_s = interval_s
         self._max_viewers = max_viewers
-        self._num_viewers = 0
+        self.num_viewers = 0
         self._is_closed = False
         self._picture: Picture | None = None
         self._newer = asyncio.Event()
         self._reading: asyncio.Task[None] | None = None
 
     @property
-    def num_viewers(self) -> int:
-        return self._num_viewers
-
-    @property
     def is_full(self) -> bool:
         """Return whether no further viewer is admitted."""
-        return self._num_viewers >= self._max_viewers
+        return self.num_viewers >= self._max_viewers
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield events for one viewer until the viewer disconnects or ``close`` is called.
@@ -103,11 +100,10 @@ class Viewers:
         by a ``snapshot`` event.
         """
         sent: dict[int, Mark] = {}
-        last = 0
+        picture: Picture | None = None
         self._join()
         try:
-            while (picture := await self._newer_than(last)) is not None:
-                last = picture.number
+            while (picture := await self._newer_than(picture)) is not None:
                 for number, decision in picture.decisions.items():
                     if sent.get(number) != decision.mark:
                         yield decision.event
@@ -124,13 +120,13 @@ class Viewers:
         self._stop_reading()
 
     def _join(self) -> None:
-        self._num_viewers += 1
+        self.num_viewers += 1
         if self._reading is None and not self._is_closed:
             self._reading = asyncio.create_task(self._keep_reading())
 
     def _leave(self) -> None:
-        self._num_viewers -= 1
-        if not self._num_viewers:
+        self.num_viewers -= 1
+        if not self.num_viewers:
             self._stop_reading()
             self._picture = None
 
@@ -139,16 +135,15 @@ class Viewers:
             self._reading.cancel()
             self._reading = None
 
-    async def _newer_than(self, number: int) -> Picture | None:
-        """Return the newest picture once it is newer than ``number``; None once closed."""
+    async def _newer_than(self, last: Picture | None) -> Picture | None:
+        """Return the newest picture once it is another than ``last``; None once closed."""
         while not self._is_closed:
-            if self._picture is not None and self._picture.number > number:
+            if self._picture is not None and self._picture is not last:
                 return self._picture
             await self._newer.wait()
         return None
 
     async def _keep_reading(self) -> None:
-        number = 0
         while True:
             pause_s = self._interval_s
             try:
@@ -156,13 +151,12 @@ class Viewers:
             except Exception:  # the page reports missing updates; the server goes on
                 logger.exception("the page could not be drawn")
             else:
-                number += 1
-                self._show(number, state)
+                self._show(state)
                 if any(is_open(one.state) for one in state.snapshot.moves):
                     pause_s = min(pause_s, MOVING_S)
             await self._clock.sleep(pause_s)
 
-    def _show(self, number: int, state: PageState) -> None:
+    def _show(self, state: PageState) -> None:
         before = self._picture.decisions if self._picture is not None else {}
         decisions: dict[int, SentDecision] = {}
         for one in state.decisions:
@@ -170,6 +164,6 @@ class Viewers:
             if known is None or known.mark != mark:
                 known = SentDecision(mark, event_of("decision", one))
             decisions[one.number] = known
-        self._picture = Picture(number, event_of("snapshot", state.snapshot), decisions)
+        self._picture = Picture(event_of("snapshot", state.snapshot), decisions)
         self._newer.set()
         self._newer = asyncio.Event()
