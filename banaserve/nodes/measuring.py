@@ -19,22 +19,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from banaserve.base.errors import ProtocolError
+from banaserve.nodes import messages
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import NodeLink, NodeLostError, connect
-from banaserve.nodes.messages import (
-    Data,
-    EchoLink,
-    EchoOpened,
-    Inspect,
-    Inspected,
-    LinkMeasured,
-    MeasureLink,
-    NodeMessage,
-)
 from banaserve.nodes.places import AgentPlace
 
 _NUM_ROUND_TRIPS = 20
-_PING = Data(1, b".")
+_PING = messages.Data(1, b".")
 _FILL_S = 0.3
 _SOCKET_S = 5.0
 _CHUNK_BYTES = 1 << 20
@@ -57,10 +48,10 @@ async def echo(link: NodeLink, host: str) -> None:
         listening.settimeout(_SOCKET_S)
         counting = asyncio.create_task(asyncio.to_thread(_count, listening, token))
         try:
-            await link.send(EchoOpened(listening.getsockname()[1], token))
+            await link.send(messages.EchoOpened(listening.getsockname()[1], token))
             while True:
                 match said := await link.receive():
-                    case Data():
+                    case messages.Data():
                         await link.send(said)
                     case _:
                         raise ProtocolError(f"{link.peer} says {type(said).__name__} to an echo")
@@ -70,24 +61,26 @@ async def echo(link: NodeLink, host: str) -> None:
             await asyncio.gather(counting, return_exceptions=True)
 
 
-async def measure_link(host: str, port: int, credentials: ClusterCredentials) -> LinkMeasured:
+async def measure_link(
+    host: str, port: int, credentials: ClusterCredentials
+) -> messages.LinkMeasured:
     """Measure the link to a node whose agent listens at ``host:port``."""
     try:
         link = await connect(host, port, credentials)
     except NodeLostError as error:
-        return LinkMeasured(problem=str(error))
+        return messages.LinkMeasured(problem=str(error))
     try:
-        await link.send(EchoLink())
+        await link.send(messages.EchoLink())
         opened = await link.receive()
-        if not isinstance(opened, EchoOpened):
+        if not isinstance(opened, messages.EchoOpened):
             raise ProtocolError(f"{link.peer} opens no echo")
         round_trips = [await _round_trip_s(link) for _ in range(_NUM_ROUND_TRIPS)]
         bytes_per_s = await asyncio.to_thread(_filled, host, opened)
-        return LinkMeasured(min(round_trips), bytes_per_s)
+        return messages.LinkMeasured(min(round_trips), bytes_per_s)
     except (NodeLostError, ProtocolError) as error:
-        return LinkMeasured(problem=str(error))
+        return messages.LinkMeasured(problem=str(error))
     except OSError as error:
-        return LinkMeasured(problem=f"{link.peer}: {error.strerror or error}")
+        return messages.LinkMeasured(problem=f"{link.peer}: {error.strerror or error}")
     finally:
         await link.close()
 
@@ -100,7 +93,7 @@ async def _round_trip_s(link: NodeLink) -> float:
     return time.perf_counter() - began_s
 
 
-def _filled(host: str, opened: EchoOpened) -> float:
+def _filled(host: str, opened: messages.EchoOpened) -> float:
     """Return the measured throughput, in bytes per second; blocking.
 
     Raises:
@@ -142,7 +135,7 @@ def _exactly(sock: socket.socket, num_bytes: int) -> bytes:
     return got
 
 
-T = TypeVar("T", bound=NodeMessage)
+T = TypeVar("T", bound=messages.NodeMessage)
 HERE = "this machine"
 _ANSWER_S = 60.0
 """Maximum time for an answer, in seconds: reading a large model from a slow disk takes long."""
@@ -160,7 +153,7 @@ class NodeReport:
     """
 
     name: str
-    found: Inspected | None
+    found: messages.Inspected | None
     ahead_s: float = 0.0
     problem: str = ""
 
@@ -171,11 +164,11 @@ class LinkReport:
 
     source: str
     target: str
-    measured: LinkMeasured
+    measured: messages.LinkMeasured
 
 
 async def survey_nodes(
-    places: Sequence[AgentPlace], credentials: ClusterCredentials, asked: Inspect
+    places: Sequence[AgentPlace], credentials: ClusterCredentials, asked: messages.Inspect
 ) -> tuple[list[NodeReport], list[LinkReport]]:
     """Inspect all nodes, then measure the links of all pairs sequentially.
 
@@ -195,11 +188,11 @@ async def survey_nodes(
 
 
 async def inspected(
-    place: AgentPlace, credentials: ClusterCredentials, asked: Inspect
+    place: AgentPlace, credentials: ClusterCredentials, asked: messages.Inspect
 ) -> NodeReport:
     """Return a report on the node at ``place``, without taking the node."""
     try:
-        found = await _asked(place, credentials, asked, Inspected)
+        found = await _asked(place, credentials, asked, messages.Inspected)
     except (NodeLostError, ProtocolError) as error:
         return NodeReport(place.name, None, problem=str(error))
     return NodeReport(place.name, found, found.time_s - time.time())
@@ -207,17 +200,20 @@ async def inspected(
 
 async def measured_from(
     source: AgentPlace, target: AgentPlace, credentials: ClusterCredentials
-) -> LinkMeasured:
+) -> messages.LinkMeasured:
     """Let one node measure the link to another."""
-    question = MeasureLink(target.host, target.port)
+    question = messages.MeasureLink(target.host, target.port)
     try:
-        return await _asked(source, credentials, question, LinkMeasured)
+        return await _asked(source, credentials, question, messages.LinkMeasured)
     except (NodeLostError, ProtocolError) as error:
-        return LinkMeasured(problem=str(error))
+        return messages.LinkMeasured(problem=str(error))
 
 
 async def _asked(
-    place: AgentPlace, credentials: ClusterCredentials, question: NodeMessage, kind: type[T]
+    place: AgentPlace,
+    credentials: ClusterCredentials,
+    question: messages.NodeMessage,
+    kind: type[T],
 ) -> T:
     link = await connect(place.host, place.port, credentials)
     try:

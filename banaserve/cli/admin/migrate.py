@@ -15,18 +15,7 @@ from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.admin.placement import overlap_words, sharing_line
 from banaserve.cli.app import App
 from banaserve.cli.terminal.console import print_json
-from banaserve.contracts.migration_api import (
-    ExpertLoadRequest,
-    Migration,
-    MigrationRequest,
-    MoveContext,
-    MoveExperts,
-    MoveHeads,
-    MoveLayers,
-    OverlapRequest,
-    Return,
-    ShareRequest,
-)
+from banaserve.contracts import migration_api
 from banaserve.kvstore.sizes import format_size
 
 
@@ -60,18 +49,18 @@ class LayerOptions(TargetOptions):
 
 def layers(asked: SpanOptions) -> int:
     """Move a range of layers: weights and KV cache."""
-    return _migrate(asked, MoveLayers(asked.source, asked.target, _span(asked.span)))
+    return _migrate(asked, migration_api.MoveLayers(asked.source, asked.target, _span(asked.span)))
 
 
 def heads(asked: LayerOptions, heads: str = option("KV heads of each, such as 1,2")) -> int:
     """Move KV heads of some layers, with their query heads: KV cache only."""
     chosen = _of_layers(asked.layer, heads, "--heads")
-    return _migrate(asked, MoveHeads(asked.source, asked.target, chosen))
+    return _migrate(asked, migration_api.MoveHeads(asked.source, asked.target, chosen))
 
 
 def context(asked: SpanOptions) -> int:
     """Move the currently full KV blocks of some layers; newer blocks stay."""
-    return _migrate(asked, MoveContext(asked.source, asked.target, _span(asked.span)))
+    return _migrate(asked, migration_api.MoveContext(asked.source, asked.target, _span(asked.span)))
 
 
 def experts(
@@ -89,7 +78,7 @@ def experts(
         wanted = _experts_for(asked, load, watch_s)
     else:
         raise UserError("give --experts, or --load to let what routers choose decide")
-    return _migrate(asked, MoveExperts(asked.source, asked.target, wanted))
+    return _migrate(asked, migration_api.MoveExperts(asked.source, asked.target, wanted))
 
 
 def _experts_for(asked: LayerOptions, load: float, watch_s: float) -> dict[int, tuple[int, ...]]:
@@ -99,14 +88,14 @@ def _experts_for(asked: LayerOptions, load: float, watch_s: float) -> dict[int, 
         raise UserError(f"--load {load:g}: give a share between 0 and 1, such as 0.5")
     if watch_s <= 0:
         raise UserError(f"--watch {watch_s:g}: give seconds")
-    client.expert_load(ExpertLoadRequest(source))
+    client.expert_load(migration_api.ExpertLoadRequest(source))
     try:
         if not asked.as_json:
             words = f"watching the routers of {source} for {watch_s:g} s"
             print(words, file=sys.stderr, flush=True)
         time.sleep(watch_s)
     finally:
-        counted = client.expert_load(ExpertLoadRequest(source, counting=False)).chosen
+        counted = client.expert_load(migration_api.ExpertLoadRequest(source, counting=False)).chosen
     found: dict[int, tuple[int, ...]] = {}
     for layer in layers:
         chosen = counted.get(layer)
@@ -131,7 +120,7 @@ def take_home(
     """Bring home the modules of an instance that are away."""
     if (layer is None) is not (heads is None and experts is None):
         raise UserError("--layer goes together with --heads or --experts")
-    ask = Return(
+    ask = migration_api.Return(
         asked.source,
         None if span is None else _span(span),
         None if layer is None or heads is None else _of_layers(layer, heads, "--heads"),
@@ -146,7 +135,7 @@ def overlap(
     parts: int = option("most micro-batches of a step; 1: it waits", kind=int),
 ) -> None:
     """Let an instance and the guests of its layers compute at once, until it is restarted."""
-    found = asked.client().overlap(OverlapRequest(instance, parts))
+    found = asked.client().overlap(migration_api.OverlapRequest(instance, parts))
     _print(found, f"{instance} {overlap_words(found)}", asked.as_json)
 
 
@@ -156,7 +145,7 @@ def share(
     fraction: float = option("fraction that guests beside it may take", kind=float),
 ) -> None:
     """Bound the share of an instance's device that guests may take, until the server ends."""
-    found = asked.client().share(ShareRequest(instance, fraction))
+    found = asked.client().share(migration_api.ShareRequest(instance, fraction))
     _print(found, sharing_line(found), asked.as_json)
 
 
@@ -164,7 +153,7 @@ def _print(found: Any, line: str, as_json: bool) -> None:
     print_json(found, None) if as_json else print(line)
 
 
-def _migrate(asked: JsonOptions, ask: MigrationRequest) -> int:
+def _migrate(asked: JsonOptions, ask: migration_api.MigrationRequest) -> int:
     """Begin a migration, show its progress, and return 2 unless it was completed."""
     migrations = asked.client().migrations
     return follow(
@@ -177,7 +166,7 @@ def _migrate(asked: JsonOptions, ask: MigrationRequest) -> int:
     )
 
 
-def _progress(migration: Migration) -> str:
+def _progress(migration: migration_api.Migration) -> str:
     return f"{migration.id}: " + "; ".join(
         f"{move.modules} to {move.to or 'home'}: {move.phase}"
         for move in migration.moves
@@ -185,7 +174,7 @@ def _progress(migration: Migration) -> str:
     )
 
 
-def _summary(migration: Migration) -> str:
+def _summary(migration: migration_api.Migration) -> str:
     lines = []
     for move in migration.moves:
         facts = move.facts

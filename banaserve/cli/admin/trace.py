@@ -8,38 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-import msgspec
-
 from banaserve.base.arguments import AT_LEAST_1, argument, option
 from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.app import App
-from banaserve.cli.terminal.console import Columns, print_rows, rows_of
-from banaserve.contracts.trace_events import (
-    CopiesEnded,
-    EngineFinished,
-    EngineReceived,
-    FirstToken,
-    GateDecided,
-    LegBegan,
-    LegEnded,
-    LegFailed,
-    LegOutput,
-    LookedUp,
-    MoveCommitted,
-    NoInstance,
-    Prepared,
-    PromotionEnded,
-    RequestEnded,
-    RequestEvent,
-    RequestSummary,
-    RequestTrace,
-    Routed,
-    StepsPlanned,
-    StoreAsked,
-    TraceSpan,
-)
+from banaserve.cli.terminal.console import Columns, print_json, print_rows, rows_of
+from banaserve.contracts import trace_events as events
 
-_COLUMNS: Columns[RequestSummary] = {
+_COLUMNS: Columns[events.RequestSummary] = {
     "REQUEST": lambda one: one.id,
     "ARRIVED": lambda one: _at(one),
     "PROMPT": lambda one: str(one.prompt_tokens),
@@ -78,7 +53,7 @@ def trace(
         return
     found = client.trace(request_id)
     if asked.as_json:
-        print(msgspec.json.format(msgspec.json.encode(found)).decode())
+        print_json(found)
         return
     print(heading(found.summary))
     if rows := span_rows(found.spans):
@@ -89,21 +64,21 @@ def trace(
         print(f"not known: {line}")
 
 
-def _print_list(found: list[RequestSummary], as_json: bool) -> None:
+def _print_list(found: list[events.RequestSummary], as_json: bool) -> None:
     if as_json:
-        print(msgspec.json.encode(found).decode())
+        print_json(found, None)
     elif found:
         print_rows(list_rows(found), STYLES)
     else:
         print("the server has had no request so far")
 
 
-def list_rows(found: list[RequestSummary]) -> list[tuple[str, ...]]:
+def list_rows(found: list[events.RequestSummary]) -> list[tuple[str, ...]]:
     """Return a heading, and a row for each request."""
     return rows_of(_COLUMNS, found)
 
 
-def heading(one: RequestSummary) -> str:
+def heading(one: events.RequestSummary) -> str:
     """Return the request in one line."""
     line = f"{one.id}: arrived at {_at(one)}, {_count(one.prompt_tokens, 'prompt token')}, "
     line += f"{_count(one.output_tokens, 'output token')}, "
@@ -114,7 +89,7 @@ def heading(one: RequestSummary) -> str:
     return line + (f"{one.end} after {_ms(one.took_s)} ms" if one.end else "under way")
 
 
-def trace_rows(found: RequestTrace) -> list[tuple[str, ...]]:
+def trace_rows(found: events.RequestTrace) -> list[tuple[str, ...]]:
     """Return a heading, and a row for each event."""
     width = max((len(_ms(line.at_s)) for line in found.lines), default=0)
     rows = [
@@ -124,60 +99,60 @@ def trace_rows(found: RequestTrace) -> list[tuple[str, ...]]:
     return [_HEADING, *rows]
 
 
-def parts_of(event: RequestEvent) -> Iterator[str]:
+def parts_of(event: events.RequestEvent) -> Iterator[str]:
     """Yield the phrases that describe an event."""
     match event:
-        case Prepared():
+        case events.Prepared():
             yield "body read, rendered and tokenised"
-        case LookedUp():
+        case events.LookedUp():
             yield f"store asked for the router: {_count(event.cached_tokens, 'token')} cached"
             yield f"took {_ms(event.took_s)} ms"
-        case NoInstance():
+        case events.NoInstance():
             yield f"waits for an instance: {event.why}"
-        case Routed():
+        case events.Routed():
             yield from _routed(event)
-        case LegBegan():
+        case events.LegBegan():
             yield f"{event.leg} leg sent to {event.instance} as {event.engine_request_id}"
             if event.resumed_tokens:
                 yield f"goes on after {_count(event.resumed_tokens, 'output token')}"
-        case LegOutput():
+        case events.LegOutput():
             yield f"{event.leg} leg: first output of {event.instance}'s own"
-        case LegEnded():
+        case events.LegEnded():
             yield f"{event.leg} leg ended on {event.instance}: {event.finish_reason}"
             if event.cached_tokens is not None:
                 yield f"{_count(event.cached_tokens, 'prompt token')} cached"
-        case LegFailed():
+        case events.LegFailed():
             yield f"{event.leg} leg failed on {event.instance}: {event.why}"
             yield event.next_step
-        case FirstToken():
+        case events.FirstToken():
             yield f"first token of the answer, from {event.source}"
             if event.blocker is not None:
                 yield f"prefill's could not be used: {event.blocker}"
-        case RequestEnded():
+        case events.RequestEnded():
             yield f"request ended: {event.how}, {_count(event.output_tokens, 'output token')}"
             if event.error:
                 yield event.error
-        case MoveCommitted():
+        case events.MoveCommitted():
             yield f"{event.modules} of {event.instance} moved to {event.to or 'home'}"
             yield f"its steps stood still for {_ms(event.stall_s)} ms"
-        case EngineReceived():
+        case events.EngineReceived():
             yield f"scheduler has it: {_count(event.prompt_tokens, 'prompt token')}"
             if event.leaves_tail:
                 yield "prefill leg, all of its KV is to be saved"
             if event.handed_over_tokens is not None:
                 yield f"hand-over: {_count(event.handed_over_tokens, 'token')} lie in the store"
-        case StoreAsked():
+        case events.StoreAsked():
             found = f"{event.found_blocks} of {_count(event.asked_blocks, 'block')} found"
             yield f"store asked: {found}, {event.ready_blocks} readable"
             yield f"{_count(event.reserved_blocks, 'block')} reserved for saving"
             yield f"took {_ms(event.took_s)} ms"
             if event.is_undecided:
                 yield "a tier could not say yet"
-        case PromotionEnded():
+        case events.PromotionEnded():
             arrived = f"{event.arrived_blocks} of {_count(event.pending_blocks, 'block')}"
             yield f"waited {_ms(event.wait_s)} ms for a tier: {event.outcome}, {arrived}"
             yield f"{_ms(event.predicted_s)} ms predicted"
-        case GateDecided():
+        case events.GateDecided():
             work = f"{_count(event.blocks, 'block')}, {_count(event.tokens, 'token')}"
             if 0 < event.fetched_blocks < event.blocks:
                 yield f"cost gate: fetch {event.fetched_blocks} of {work} ({event.decision})"
@@ -188,15 +163,15 @@ def parts_of(event: RequestEvent) -> Iterator[str]:
                 yield f"predicted {_ms(event.fetch_s)} ms against {_ms(event.compute_s)} ms"
             if event.step_s is not None:
                 yield f"step of {_ms(event.step_s)} ms"
-        case StepsPlanned():
+        case events.StepsPlanned():
             yield from _steps(event)
-        case CopiesEnded():
+        case events.CopiesEnded():
             yield from _copies(event)
-        case EngineFinished():
+        case events.EngineFinished():
             yield f"scheduler lets it go: {_count(event.output_tokens, 'output token')}"
 
 
-def _routed(event: Routed) -> Iterator[str]:
+def _routed(event: events.Routed) -> Iterator[str]:
     ways = [name for name in (event.prefill, event.decode) if name is not None]
     why = event.reason
     if event.split_blocker is not None:
@@ -209,7 +184,7 @@ def _routed(event: Routed) -> Iterator[str]:
         )
 
 
-def _steps(event: StepsPlanned) -> Iterator[str]:
+def _steps(event: events.StepsPlanned) -> Iterator[str]:
     if event.num_steps == 1:
         steps = f"step {event.first_step}"
     else:
@@ -223,7 +198,7 @@ def _steps(event: StepsPlanned) -> Iterator[str]:
         yield f"saves {_count(event.saved_blocks, 'block')}"
 
 
-def _copies(event: CopiesEnded) -> Iterator[str]:
+def _copies(event: events.CopiesEnded) -> Iterator[str]:
     computed = "" if event.compute_s is None else f", computed in {_ms(event.compute_s)} ms"
     yield f"step {event.step} ended{computed}"
     if event.fetched_blocks:
@@ -238,7 +213,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _at(one: RequestSummary) -> str:
+def _at(one: events.RequestSummary) -> str:
     return time.strftime("%H:%M:%S", time.localtime(one.arrived_at_s))
 
 
@@ -246,7 +221,7 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.1f}"
 
 
-def span_rows(spans: Sequence[TraceSpan]) -> list[tuple[str, ...]]:
+def span_rows(spans: Sequence[events.TraceSpan]) -> list[tuple[str, ...]]:
     """Return a heading, and a row for each span, below its parent; no rows without spans.
 
     Bars are on one scale, from the beginning of the first span to the end of the last.
@@ -275,7 +250,7 @@ def span_rows(spans: Sequence[TraceSpan]) -> list[tuple[str, ...]]:
 
 
 def _in_order(
-    spans: Sequence[TraceSpan], parent: int = -1, depth: int = 0
+    spans: Sequence[events.TraceSpan], parent: int = -1, depth: int = 0
 ) -> Iterator[tuple[int, int]]:
     """Yield index and depth of spans by their beginning, each followed by its child spans."""
     own = [index for index, one in enumerate(spans) if one.parent == parent]
@@ -292,7 +267,7 @@ def _bar(start_s: float, end_s: float, took_s: float) -> str:
     return " " * first + "█" * (last - first)
 
 
-def _about(one: TraceSpan) -> list[str]:
+def _about(one: events.TraceSpan) -> list[str]:
     words = [
         f"{name.replace('_', ' ')} {round(value, 1) if isinstance(value, float) else value}"
         for name, value in one.attributes.items()

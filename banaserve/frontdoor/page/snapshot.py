@@ -14,16 +14,7 @@ from banaserve.contracts.migration_api import (
     UnitModules,
 )
 from banaserve.contracts.trace_events import RequestSummary
-from banaserve.frontdoor.page.records import (
-    Figures,
-    InstancePanel,
-    ModulesAway,
-    MoveProgress,
-    PageSnapshot,
-    ShownLayers,
-    StoreLevel,
-    StorePanel,
-)
+from banaserve.frontdoor.page import records
 from banaserve.kvstore.stats import StoreStats
 
 _ENDED_SHOWN = 8
@@ -41,7 +32,7 @@ Mark = tuple[object, ...]
 def snapshot_of(
     status: ServerStatus,
     shape: tuple[int, int],
-    away: Mapping[str, list[ModulesAway]],
+    away: Mapping[str, list[records.ModulesAway]],
     migrations: Sequence[Migration],
     moving: Mapping[str, Sequence[UnitModules]],
     observed: Iterable[ObservedRequest],
@@ -49,7 +40,7 @@ def snapshot_of(
     store: StoreStats | None,
     requests: list[RequestSummary],
     cpu_fraction: float | None = None,
-) -> PageSnapshot:
+) -> records.PageSnapshot:
     """Return everything that the page shows of one moment, except decisions.
 
     Args:
@@ -62,12 +53,12 @@ def snapshot_of(
     by_id = {migration.id for migration in migrations}
     moves = [migration_progress(one, moving.get(one.id, ())) for one in migrations]
     moves += [_line_progress(line) for line in status.moves if line.id not in by_id]
-    return PageSnapshot(
+    return records.PageSnapshot(
         at_s=status.at_s,
         num_layers=shape[0],
         num_kv_heads=shape[1],
         controller=status.controller,
-        instances=[InstancePanel(one, away.get(one.id, [])) for one in status.instances],
+        instances=[records.InstancePanel(one, away.get(one.id, [])) for one in status.instances],
         moves=_shown(moves),
         figures=figures_of(status.instances, observed, now_s, cpu_fraction),
         store=store_panel(store) if store is not None else None,
@@ -76,7 +67,7 @@ def snapshot_of(
     )
 
 
-def _shown(moves: Sequence[MoveProgress]) -> list[MoveProgress]:
+def _shown(moves: Sequence[records.MoveProgress]) -> list[records.MoveProgress]:
     """Return all moves under way, and the last ended moves."""
     ended = [one for one in moves if not is_open(one.state)]
     return [one for one in moves if is_open(one.state)] + ended[-_ENDED_SHOWN:]
@@ -87,12 +78,12 @@ def is_open(state: str) -> bool:
     return state in ("waiting", "running", "draining", "starting", "going back")
 
 
-def migration_progress(migration: Migration, moving: Sequence[UnitModules]) -> MoveProgress:
+def migration_progress(migration: Migration, moving: Sequence[UnitModules]) -> records.MoveProgress:
     """Return the progress of a migration, over all of its moves."""
     now = next((one for one in migration.moves if one.phase not in ("waiting", "done")), None)
     if now is None:
         now = migration.moves[-1] if migration.moves else None
-    return MoveProgress(
+    return records.MoveProgress(
         id=migration.id,
         kind=migration.kind,
         state=migration.state,
@@ -118,35 +109,35 @@ def _total_bytes(migration: Migration) -> int:
     return int(sum(one["planned_bytes"] + one.get("weight_bytes", 0) for one in facts))
 
 
-def _line_progress(line: MoveLine) -> MoveProgress:
-    return MoveProgress(
+def _line_progress(line: MoveLine) -> records.MoveProgress:
+    return records.MoveProgress(
         line.id, "other", line.state, line.what, seconds=line.seconds, error=line.error
     )
 
 
-def modules_away(modules: UnitModules, at: str, words: str) -> ModulesAway:
+def modules_away(modules: UnitModules, at: str, words: str) -> records.ModulesAway:
     """Return the record of a unit that is away."""
-    return ModulesAway(_KINDS.get(type(modules), "layers"), at, words, spans_of(modules))
+    return records.ModulesAway(_KINDS.get(type(modules), "layers"), at, words, spans_of(modules))
 
 
-def spans_of(modules: UnitModules) -> list[ShownLayers]:
+def spans_of(modules: UnitModules) -> list[records.ShownLayers]:
     """Return the layers of a unit; adjacent layers with the same heads are one span."""
     if isinstance(modules, ExpertsModules):
-        return [ShownLayers(layer, layer + 1) for layer, _ in sorted(modules.experts)]
+        return [records.ShownLayers(layer, layer + 1) for layer, _ in sorted(modules.experts)]
     if not isinstance(modules, HeadsModules):
-        return [ShownLayers(modules.start, modules.end)]
-    spans: list[ShownLayers] = []
+        return [records.ShownLayers(modules.start, modules.end)]
+    spans: list[records.ShownLayers] = []
     for layer, heads in sorted(modules.heads):
         if spans and spans[-1].end_layer == layer and spans[-1].heads == list(heads):
-            spans[-1] = ShownLayers(spans[-1].first_layer, layer + 1, list(heads))
+            spans[-1] = records.ShownLayers(spans[-1].first_layer, layer + 1, list(heads))
         else:
-            spans.append(ShownLayers(layer, layer + 1, list(heads)))
+            spans.append(records.ShownLayers(layer, layer + 1, list(heads)))
     return spans
 
 
-def store_panel(stats: StoreStats) -> StorePanel:
+def store_panel(stats: StoreStats) -> records.StorePanel:
     """Return the store's state for the page."""
-    memory = StoreLevel(
+    memory = records.StoreLevel(
         "memory",
         stats.used_bytes,
         stats.capacity_bytes,
@@ -155,7 +146,7 @@ def store_panel(stats: StoreStats) -> StorePanel:
         stats.evictions,
     )
     tiers = [
-        StoreLevel(
+        records.StoreLevel(
             tier.stats.name,
             tier.stats.used_bytes,
             tier.stats.capacity_bytes,
@@ -166,7 +157,7 @@ def store_panel(stats: StoreStats) -> StorePanel:
         )
         for tier in stats.tiers
     ]
-    return StorePanel(
+    return records.StorePanel(
         stats.hits, stats.misses, stats.num_leases, stats.lent_bytes, [memory, *tiers]
     )
 
@@ -189,7 +180,7 @@ def figures_of(
     requests: Iterable[ObservedRequest],
     now_s: float,
     cpu_fraction: float | None = None,
-) -> Figures:
+) -> records.Figures:
     """Return the figures of one moment.
 
     Args:
@@ -207,7 +198,7 @@ def figures_of(
     memory = [one.memory for one in instances if one.memory is not None]
     compute = [one.compute for one in instances if one.compute is not None]
     gpus = [one.gpu_busy_fraction for one in instances if one.gpu_busy_fraction is not None]
-    return Figures(
+    return records.Figures(
         num_running=sum(one.num_running for one in instances),
         num_waiting=sum(one.num_waiting for one in instances),
         ttft_p50_s=quantile(ttft_s, 0.5),

@@ -17,22 +17,12 @@ from banaserve.base.net.addresses import written
 from banaserve.base.platform.linux import available_memory_bytes, visible_gpus
 from banaserve.base.platform.run_dir import RunDir
 from banaserve.base.tasks import end_tasks
+from banaserve.nodes import messages
 from banaserve.nodes.agent.session import NodeSession
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import CONNECT_S, NodeLink, NodeLostError, accepted
 from banaserve.nodes.measuring import echo, measure_link
-from banaserve.nodes.messages import (
-    MAX_MESSAGE_BYTES,
-    PROTOCOL,
-    EchoLink,
-    Inspect,
-    Inspected,
-    JoinSession,
-    MeasureLink,
-    NodeRefused,
-    OpenSession,
-    own_version,
-)
+from banaserve.nodes.messages import own_version
 from banaserve.nodes.model_check import check_model
 
 logger = logging.getLogger(__name__)
@@ -86,7 +76,7 @@ class NodeAgent:
                 port,
                 ssl=self._credentials.server,
                 ssl_handshake_timeout=CONNECT_S,
-                limit=MAX_MESSAGE_BYTES,
+                limit=messages.MAX_MESSAGE_BYTES,
             )
         except OSError as error:
             raise UserError(f"--listen {host}:{port}: {error.strerror or error}") from error
@@ -116,7 +106,7 @@ class NodeAgent:
         except (BanaServeError, OSError) as error:
             logger.warning("%s: %s", link.peer, error)
             with contextlib.suppress(NodeLostError):
-                await link.send(NodeRefused(str(error)))
+                await link.send(messages.NodeRefused(str(error)))
         except Exception:
             logger.exception("%s", link.peer)
         finally:
@@ -129,25 +119,25 @@ class NodeAgent:
             said = await link.receive()
         link.start_beats()
         match said:
-            case OpenSession():
+            case messages.OpenSession():
                 await self._serve_session(link, said)
-            case JoinSession():
+            case messages.JoinSession():
                 session = self._session
                 if session is None or session.incarnation != said.incarnation:
                     raise UserError("what is to be joined has ended: the node has begun anew")
                 await session.run_process(link, said)
-            case Inspect():
+            case messages.Inspect():
                 server = self._session.server if self._session is not None else ""
                 await link.send(await asyncio.to_thread(_inspected, said, server))
-            case MeasureLink(host, port):
+            case messages.MeasureLink(host, port):
                 await link.send(await measure_link(host, port, self._credentials))
-            case EchoLink():
+            case messages.EchoLink():
                 await echo(link, self._host)
             case _:
                 raise ProtocolError(f"{link.peer} begins with a {type(said).__name__}")
 
-    async def _serve_session(self, link: NodeLink, asked: OpenSession) -> None:
-        if asked.protocol != PROTOCOL or asked.version != own_version():
+    async def _serve_session(self, link: NodeLink, asked: messages.OpenSession) -> None:
+        if asked.protocol != messages.PROTOCOL or asked.version != own_version():
             raise UserError(
                 f"the server has {asked.version}, this node {own_version()}: "
                 "install the same on both"
@@ -175,14 +165,14 @@ class NodeAgent:
         self._say(f"server {session.server} has left: all that ran for it has ended")
 
 
-def _inspected(asked: Inspect, server: str) -> Inspected:
+def _inspected(asked: messages.Inspect, server: str) -> messages.Inspected:
     """Return the resources of this machine, and whether it has the model; blocking."""
     problem = ""
     try:
         check_model(asked.vllm_argv, asked.model_digest)
     except UserError as error:
         problem = str(error)
-    return Inspected(
+    return messages.Inspected(
         version=own_version(),
         python=platform.python_version(),
         gpus=tuple(visible_gpus()),

@@ -23,20 +23,9 @@ from banaserve.contracts.environment import STORE_VARIABLE, set_environment
 from banaserve.kvstore.daemon.options import PeerOptions, StoreOptions
 from banaserve.kvstore.daemon.supervised import SupervisedStore
 from banaserve.migration.rpc.messages import GuestAddress
+from banaserve.nodes import messages
 from banaserve.nodes.agent.remote_process import RemoteProcess
 from banaserve.nodes.link import NodeLink
-from banaserve.nodes.messages import (
-    Done,
-    FreePort,
-    JoinSession,
-    NodeRefused,
-    NodeStore,
-    PortFound,
-    PrepareNode,
-    SessionOpened,
-    SetStorePeers,
-    StoreRestarted,
-)
 from banaserve.nodes.model_check import check_model
 from banaserve.nodes.relay import SOCKET_NAMES
 from banaserve.serving.launch.devices import Devices
@@ -79,7 +68,7 @@ class NodeSession:
         Raises:
             BanaServeError: The server is gone, or has sent an invalid message.
         """
-        opened = SessionOpened(
+        opened = messages.SessionOpened(
             self.incarnation,
             str(self._folder),
             tuple(visible_gpus()),
@@ -89,24 +78,26 @@ class NodeSession:
         await self._link.send(opened)
         while True:
             match said := await self._link.receive():
-                case PrepareNode():
+                case messages.PrepareNode():
                     try:
                         await self._prepare(said)
                     except (BanaServeError, OSError) as error:
-                        await self._link.send(NodeRefused(str(error)))
+                        await self._link.send(messages.NodeRefused(str(error)))
                         raise
-                    await self._link.send(Done())
-                case FreePort():
-                    await self._link.send(PortFound(_free_port(self._host)))
-                case SetStorePeers(peers):
+                    await self._link.send(messages.Done())
+                case messages.FreePort():
+                    await self._link.send(messages.PortFound(_free_port(self._host)))
+                case messages.SetStorePeers(peers):
                     if self._store is not None:
                         await self._store.set_peers(peers)
-                    await self._link.send(Done())
+                    await self._link.send(messages.Done())
                 case _:
-                    await self._link.send(NodeRefused(f"a {type(said).__name__} belongs elsewhere"))
+                    await self._link.send(
+                        messages.NodeRefused(f"a {type(said).__name__} belongs elsewhere")
+                    )
                     return
 
-    async def _prepare(self, order: PrepareNode) -> None:
+    async def _prepare(self, order: messages.PrepareNode) -> None:
         if self._launcher is not None:
             raise UserError("the node has been prepared already")
         self._vllm_argv = order.vllm_argv
@@ -125,14 +116,14 @@ class NodeSession:
             await asyncio.gather(store, return_exceptions=True)
         store.result()
 
-    async def _make_launcher(self, order: PrepareNode) -> Launcher:
+    async def _make_launcher(self, order: messages.PrepareNode) -> Launcher:
         argv = list(order.vllm_argv)
         if order.forks:
             start = partial(start_parent, argv)
             return ForkLauncher(await start(), start)
         return SpawnLauncher(argv, Devices(order.devices, visible_gpus(), order.devices_each))
 
-    async def _start_store(self, order: PrepareNode) -> None:
+    async def _start_store(self, order: messages.PrepareNode) -> None:
         if order.store is None:
             return
         self._store = SupervisedStore(
@@ -146,13 +137,13 @@ class NodeSession:
     def _tell_of_restart(self) -> None:
         async def tell() -> None:
             with contextlib.suppress(BanaServeError):
-                await self._link.send(StoreRestarted())
+                await self._link.send(messages.StoreRestarted())
 
         task = asyncio.create_task(tell())
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
 
-    async def run_process(self, link: NodeLink, order: JoinSession) -> None:
+    async def run_process(self, link: NodeLink, order: messages.JoinSession) -> None:
         """Run an engine or a guest until its process or its connection has ended.
 
         Raises:
@@ -205,7 +196,7 @@ class NodeSession:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _store_options(told: NodeStore) -> StoreOptions:
+def _store_options(told: messages.NodeStore) -> StoreOptions:
     return StoreOptions(
         size=told.size,
         ssd=Path(told.ssd) if told.ssd else None,

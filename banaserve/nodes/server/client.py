@@ -10,25 +10,13 @@ from typing import TypeVar
 from banaserve.base.errors import ProtocolError
 from banaserve.base.net.loop_watch import wait_first
 from banaserve.base.tasks import end_tasks
+from banaserve.nodes import messages
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import PATIENT_S, SILENT_S, NodeLink, NodeLostError, connect
-from banaserve.nodes.messages import (
-    PROTOCOL,
-    Data,
-    Done,
-    FreePort,
-    NodeMessage,
-    OpenSession,
-    PortFound,
-    PrepareNode,
-    SessionOpened,
-    SetStorePeers,
-    StoreRestarted,
-    own_version,
-)
+from banaserve.nodes.messages import own_version
 from banaserve.nodes.places import AgentPlace
 
-T = TypeVar("T", bound=NodeMessage)
+T = TypeVar("T", bound=messages.NodeMessage)
 logger = logging.getLogger(__name__)
 RETRY_S = 1.0
 _ANSWER_S = 20.0
@@ -59,7 +47,7 @@ class NodeClient:
         on_store_restart: Callable[[], None],
     ) -> None:
         self.place = place
-        self.opened: SessionOpened | None = None
+        self.opened: messages.SessionOpened | None = None
         self.is_ready = False
         self.problem = "it has not been reached yet"
         self._credentials = credentials
@@ -67,7 +55,7 @@ class NodeClient:
         self._on_store_restart = on_store_restart
         self._link: NodeLink | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._answers: asyncio.Queue[NodeMessage] = asyncio.Queue()
+        self._answers: asyncio.Queue[messages.NodeMessage] = asyncio.Queue()
         self._lost = asyncio.Event()
         self._asking = asyncio.Lock()
 
@@ -81,7 +69,7 @@ class NodeClient:
         """Return the display name of the node, ``HOST:PORT``."""
         return self.place.name
 
-    async def open(self) -> SessionOpened:
+    async def open(self) -> messages.SessionOpened:
         """Take the node.
 
         Raises:
@@ -93,8 +81,8 @@ class NodeClient:
         self._answers = asyncio.Queue()
         self._reading = asyncio.create_task(self._read(self._link))
         try:
-            asked = OpenSession(PROTOCOL, own_version(), self._server)
-            self.opened = await self._ask(asked, SessionOpened, _ANSWER_S)
+            asked = messages.OpenSession(messages.PROTOCOL, own_version(), self._server)
+            self.opened = await self._ask(asked, messages.SessionOpened, _ANSWER_S)
         except NodeLostError as error:
             await self._leave(str(error))
             raise
@@ -106,15 +94,15 @@ class NodeClient:
         Raises:
             NodeLostError: The node is away.
         """
-        return (await self._ask(FreePort(), PortFound, _ANSWER_S)).port
+        return (await self._ask(messages.FreePort(), messages.PortFound, _ANSWER_S)).port
 
-    async def prepare(self, order: PrepareNode) -> None:
+    async def prepare(self, order: messages.PrepareNode) -> None:
         """Let the node start its store and the parent that engines are forked from.
 
         Raises:
             NodeLostError: The node cannot start them, or is away.
         """
-        await self._ask(order, Done, _PREPARE_S)
+        await self._ask(order, messages.Done, _PREPARE_S)
         self.is_ready = True
         if self._link is not None:
             self._link.silent_s = SILENT_S
@@ -125,7 +113,7 @@ class NodeClient:
         Raises:
             NodeLostError: The node is away.
         """
-        await self._ask(SetStorePeers(tuple(peers)), Done, _ANSWER_S)
+        await self._ask(messages.SetStorePeers(tuple(peers)), messages.Done, _ANSWER_S)
 
     async def wait_lost(self) -> None:
         """Return when the node is away."""
@@ -144,7 +132,7 @@ class NodeClient:
             await link.close()
         self._lost.set()
 
-    async def _ask(self, question: NodeMessage, kind: type[T], timeout_s: float) -> T:
+    async def _ask(self, question: messages.NodeMessage, kind: type[T], timeout_s: float) -> T:
         async with self._asking:
             link = self._link
             if link is None:
@@ -166,9 +154,9 @@ class NodeClient:
         try:
             while True:
                 match said := await link.receive():
-                    case StoreRestarted():
+                    case messages.StoreRestarted():
                         self._on_store_restart()
-                    case Data():
+                    case messages.Data():
                         raise ProtocolError(f"{link.peer} sends bytes in its session")
                     case _:
                         self._answers.put_nowait(said)

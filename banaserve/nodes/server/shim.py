@@ -18,17 +18,9 @@ import msgspec
 
 from banaserve.base.errors import BanaServeError
 from banaserve.base.platform.processes import die_with_parent, show_life, spawn_module
+from banaserve.nodes import messages
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import NodeLink, NodeLostError, connect
-from banaserve.nodes.messages import (
-    ChannelClosed,
-    ChannelOpened,
-    Data,
-    JoinSession,
-    LogWritten,
-    ProcessDying,
-    ProcessEnded,
-)
 from banaserve.nodes.relay import Relay
 
 
@@ -45,7 +37,7 @@ class ShimLaunch(msgspec.Struct, frozen=True):
     host: str
     port: int
     key: str
-    order: JoinSession
+    order: messages.JoinSession
     targets: dict[str, str]
 
 
@@ -92,17 +84,17 @@ async def _follow(
 ) -> None:
     while True:
         match said := await link.receive():
-            case Data():
+            case messages.Data():
                 await relay.took(said)
-            case LogWritten(written):
+            case messages.LogWritten(written):
                 os.write(2, written)
-            case ChannelOpened():
+            case messages.ChannelOpened():
                 await relay.opened(said, targets)
-            case ChannelClosed():
+            case messages.ChannelClosed():
                 relay.closed(said)
-            case ProcessDying():
+            case messages.ProcessDying():
                 life.set()
-            case ProcessEnded():
+            case messages.ProcessEnded():
                 return
             case _:
                 raise NodeLostError(f"{link.peer} has sent a {type(said).__name__}")
