@@ -10,6 +10,7 @@ import pytest
 
 from banaserve.cli import kvstore
 from banaserve.cli.main import main
+from ports import free_port
 
 HTTP = ("--url", "http://127.0.0.1:9")
 HTTPS = ("--url", "https://127.0.0.1:9")
@@ -104,7 +105,10 @@ def test_a_folder_that_cannot_be_used_is_one_line(
     refused(capsys, path, *command.split(), path, *more)
 
 
-@pytest.mark.parametrize("argv", [("simulate",), ("serve",), ("doctor", "--model")])
+@pytest.mark.parametrize(
+    "argv",
+    [("simulate",), ("serve", "--port", str(free_port()), "--model"), ("doctor", "--model")],
+)
 def test_a_name_that_no_file_can_have_is_one_line(
     argv: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
