@@ -276,6 +276,7 @@ class House:
             one
             for relays in self.relays
             for each in relays._all
+            if each._link is not None  # that of a balancer that starts has none yet
             for one in each._link._clients.values()
         )
         mine = [one for one in clients if one.peer == caller.name]

@@ -39,6 +39,7 @@ from banaserve_route.balancer.relays.messages import (
     EndRelay,
     EndRequest,
     RefusalNoted,
+    RelayAlive,
     RelayReady,
     RelaySettings,
     RequestArrived,
@@ -255,6 +256,7 @@ class RelayProcess(asyncio.Protocol):
 
     async def tick(self) -> None:
         """Do the periodic work."""
+        self.send(RelayAlive())
         now_s = monotonic()
         if self._watch.tick(now_s):
             self.log(f"a relay's event loop stood still for {self._watch.lag_s:.1f} s")
