@@ -60,12 +60,8 @@ class Script:
 async def balanced(house, *steps, num_replicas=3, hedge=SOON, **settings):
     script = Script(*steps)
     replicas = [await house.replica(script) for _ in range(num_replicas)]
-    balancer = await house.balance(*replicas, hedge=hedge, health=CALM, **settings)
-    await house.until(lambda: all(one.num_looks == 2 for one in replicas))
-    await house.until(lambda: all(one.pool._idle for one in balancer.targets.values()))
-    for target in balancer.targets.values():
-        # A break of a connection that a probe has used would be no fault.
-        target.pool.drop_idle()
+    await house.balance(*replicas, hedge=hedge, health=CALM, **settings)
+    await house.first_probes(replicas)
     return script
 
 

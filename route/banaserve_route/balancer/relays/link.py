@@ -146,6 +146,7 @@ class RemoteClient:
     """
 
     __slots__ = ("_active", "_is_relayed", "_link", "_number", "can_go_on", "peer", "request")
+    is_flushed = True
 
     def __init__(self, link: RelayLink, number: int, peer: Hashable) -> None:
         self._link, self._number, self.peer = link, number, peer
@@ -200,7 +201,9 @@ class RemoteClient:
 
     def abort(self) -> None:
         self._active = None
-        self._link.send(CloseClient(self._number))
+        # Otherwise the relay may have bytes of the last answer left, and ends with the balancer.
+        if self.request:
+            self.evict()
 
     def evict(self) -> None:
         self._link.send(CloseClient(self._number))
