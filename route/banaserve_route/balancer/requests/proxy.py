@@ -208,11 +208,12 @@ class ProxiedRequest:
         if hedge is not None:
             hedge.end()
 
-    def failed(self, attempt: UpstreamAttempt, why: str) -> None:
-        """Record that an attempt ended by its target's fault, before an answer had begun."""
-        attempt.broke(is_fault=True)
+    def failed(self, attempt: UpstreamAttempt, why: str, is_fault: bool) -> None:
+        """Record that an attempt ended before an answer had begun, by its target's fault or not."""
+        attempt.broke(is_fault)
         self._why = f"{attempt.target.name}: {why}"
-        self._dispatcher.log(self._why)
+        if is_fault:
+            self._dispatcher.log(self._why)
 
     # The answer, from the replica's connection.
 
@@ -264,25 +265,23 @@ class ProxiedRequest:
     def on_broken(self, why: str, was_reused: bool, is_ours: bool = False) -> None:
         attempt, self._attempt = self._attempt, None
         assert attempt is not None
+        if was_reused:
+            # The server closed the connection while it was idle; all other idle ones may be closed.
+            attempt.target.pool.drop_idle()
         if self.status:
             self._break_off(attempt, why)
         elif self._has_second():
             self._tried.add(attempt.target.view.id)
-            if was_reused or is_ours:
-                attempt.broke(is_fault=False)
-            else:
-                self.failed(attempt, why)
+            self.failed(attempt, why, is_fault=not (was_reused or is_ours))
         elif was_reused and not self._had_free_try:
             self._had_free_try = True
             attempt.broke(is_fault=False)
-            # The server closed the connection while it was idle; all other idle ones may be closed.
-            attempt.target.pool.drop_idle()
             self.num_attempts -= 1
             self._rejoin()
         elif is_ours:
             self._lack(attempt, why)
         else:
-            self.failed(attempt, why)
+            self.failed(attempt, why, is_fault=not was_reused)
             if self.num_attempts < self._dispatcher.max_attempts:
                 self._again(attempt)
             else:
@@ -489,8 +488,5 @@ class Hedge:
         if attempt is None:
             self._request.on_broken(why, was_reused, is_ours)
             return
-        if was_reused or is_ours:
-            attempt.broke(is_fault=False)
-        else:
-            self._request.failed(attempt, why)
+        self._request.failed(attempt, why, is_fault=not (was_reused or is_ours))
         self._request.hedge_again(self, attempt)
