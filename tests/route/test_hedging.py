@@ -273,50 +273,6 @@ async def test_a_single_attempt_is_not_hedged(house):
     assert script.num_asked == 1
 
 
-@pytest.mark.parametrize("number", range(2))
-async def test_each_request_gets_one_answer_of_its_own_whatever_the_replicas_do(house, number):
-    draws = random.Random(chosen_seed(number))
-
-    async def do_anything(asked):
-        seen[asked.body] += 1
-        # Only a first attempt may hang, and a third one answers, so that each request ends.
-        steps = ["answer", "stream", "break", "busy", *["hold"] * 4]
-        step = draws.choice(steps[: {1: 8, 2: 4}.get(seen[asked.body], 2)])
-        has_head = step == "stream" or draws.random() < 0.5
-        if step == "answer":
-            await asked.answer(200, asked.body)
-        elif step == "busy":
-            await asked.answer(503)
-        elif has_head:
-            await asked.begin_stream()
-        if step == "stream":
-            await asked.event(asked.body.decode())
-            await asked.end_stream()
-        elif step == "break":
-            asked.kill()
-        elif step == "hold":
-            await asked.until_gone()
-
-    seen = collections.Counter()
-    replicas = [await house.replica(do_anything) for _ in range(4)]
-    health = HealthSettings(interval_s=60, breaker_failures=1000)
-    balancer = await house.balance(*replicas, hedge=SOON, health=health)
-    # As if a hundred requests had come in time: each of these may be sent to two more replicas.
-    balancer._dispatcher.hedger._budget = 100.0
-    caller = await house.caller()
-    statuses = collections.Counter()
-    for request in range(100):
-        body = b"%d" % request
-        reply = await caller.ask(body=body)
-        statuses[reply.status] += 1
-        assert reply.is_whole
-        if reply.status == 200:
-            assert reply.body in (body, b"data: %b\n\n" % body)
-    assert statuses[200] > 50
-    assert set(statuses) <= {200, 502, 503}
-    assert events(house)[HedgeEvent.SENT] >= events(house)[HedgeEvent.WON] > 10
-
-
 def answers(paces, has_token=True):
     """Outcomes of streams of 1000 prompt tokens; times are in units of 100 ms."""
     status = 200 * has_token
