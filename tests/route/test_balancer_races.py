@@ -196,3 +196,27 @@ async def test_a_replica_is_not_judged_by_requests_at_another_one_of_its_id(hous
     assert balancer._ejector._recent(monotonic()) == {"r": []}
     steps.may_go_on[0].set()
     assert (await asking).status == 200
+
+
+async def test_nothing_is_taken_behind_an_answer_with_which_a_connection_ends(house):
+    replica = await house.replica()
+    tenants = (TenantSettings(key="k", requests_per_minute=1), TenantSettings(key="other"))
+    await house.balance(replica, tenants=tenants)
+    caller = await house.caller()
+    head = b"HEAD /v1/models HTTP/1.1\r\nHost: b\r\nAuthorization: Bearer %b\r\n\r\n"
+    await caller.send(head % b"k")
+    assert (await caller.reply(to_head=True)).status == 200
+    await caller.send(head % b"k" + head % b"other")
+    assert (await caller.head())[0] == 429
+    await caller.reader.read()
+    await house.ask("/v1/models", fields="Authorization: Bearer other\r\n", method="GET")
+    assert [one.line.split()[0] for one in replica.asked] == ["HEAD", "GET"]
+
+
+async def test_bytes_behind_the_last_request_are_no_error_of_ours(house, caplog):
+    await house.balance(await house.replica())
+    caller = await house.caller()
+    await caller.send(b"GET /health HTTP/1.1\r\nHost: b\r\nConnection: close\r\n\r\nmore")
+    assert (await caller.reply()).status == 200
+    assert await caller.reader.read() == b""
+    assert not caplog.records

@@ -247,6 +247,11 @@ class ClientConnection(asyncio.Protocol):
 
     # The parser's callbacks.
 
+    def on_message_begin(self) -> None:
+        # The connection ends with an answer to a request that came in the same read.
+        if self._refusal is not None:
+            raise self._refusal
+
     def on_url(self, part: bytes) -> None:
         self._message.add_url(part)
 
@@ -394,6 +399,8 @@ class ClientConnection(asyncio.Protocol):
         return None
 
     def _refuse(self, error: RequestRefusedError) -> None:
+        if self._refusal is not None:
+            return
         self._refusal = error
         self._handler.refused(error)
         if not self._is_busy and not self._waiting:
