@@ -75,8 +75,8 @@ def supervise(
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         sys.stdout.flush()
         pid = os.fork()
-        for each in _SIGNALS:
-            signal.signal(each, forward if pid else signal.SIG_IGN)
+        for number in _SIGNALS:
+            signal.signal(number, forward if pid else signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         if pid == 0:
             for each in (writing, held, heard):
