@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 from collections import Counter
 
 import pytest
@@ -262,6 +264,12 @@ async def test_each_answer_is_its_request_s_whatever_happens(house, seed):
             balancer.change(
                 structs.replace(balancer.settings, replicas=tuple(kept), hedge=hedge, limits=limits)
             )
+            # One relay dies too.
+            for relays in house.relays:
+                one = draws.choice(relays._all)
+                if balancer.metrics.num_relay_ends < 1 and draws.random() < 0.3:
+                    os.kill(one.pid, signal.SIGKILL)
+                    await house.until(lambda: balancer.metrics.num_relay_ends == 1)
 
     with says_seed(seed):
         changing = asyncio.create_task(change())
