@@ -229,6 +229,17 @@ class House:
         self.balancer, self.port, _ = await self.open(told)
         return self.balancer
 
+    async def first_probes(self, replicas):
+        """Return when the probes that come with a start are over, and drop their connections.
+
+        A break of a connection that a probe has used would be no fault.
+        """
+        targets = self.balancer.targets.values()
+        await self.until(lambda: all(one.num_looks == 2 for one in replicas))
+        await self.until(lambda: all(one.pool._idle for one in targets))
+        for target in targets:
+            target.pool.drop_idle()
+
     async def open(self, settings, port=0, log=None):
         """Returns a balancer that serves, its port, and a function that kills it."""
         # Each relay binds the port too.
@@ -238,6 +249,7 @@ class House:
         await balancer.start()
         shared = self.processes > 1
         socks = [bind("127.0.0.1", port, is_shared=shared) for _ in range(self.processes)]
+        self.listening = socks
         if shared:
             life, held = os.pipe()
             for descriptor in (life, held):
@@ -276,6 +288,7 @@ class House:
             one
             for relays in self.relays
             for each in relays._all
+            if each._link is not None  # that of a balancer that starts has none yet
             for one in each._link._clients.values()
         )
         mine = [one for one in clients if one.peer == caller.name]

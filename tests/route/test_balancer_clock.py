@@ -16,7 +16,11 @@ from banaserve_route.balancer.config import (
     PeerSettings,
     ReplicaSettings,
 )
+from banaserve_route.balancer.relays import processes
+from banaserve_route.balancer.relays.link import RelayLink
+from banaserve_route.balancer.relays.messages import TO_BALANCER, RelayAlive
 from banaserve_route.balancer.targets import peers
+from waiting import lasts, until
 
 DAY_S = 86_400.0
 
@@ -65,3 +69,15 @@ async def test_who_was_asleep_takes_nobody_for_dead(house, monkeypatch):
     assert not us.is_dead(monotonic() + DAY_S)
     kill()
     await house.until(lambda: us.is_dead(monotonic()))
+
+
+async def test_no_relay_is_taken_for_hung_since_its_observer_has_stood_still(monkeypatch):
+    monkeypatch.setattr(processes, "BEAT_S", 0.05)
+    link = RelayLink(balancer=None, on_ready=lambda: None)
+    watch = asyncio.create_task(processes._hangs(link))
+    for _ in range(2):
+        link.data_received(TO_BALANCER.encode(RelayAlive()))
+        await until(lambda: not link.was_heard)
+        lasts(2 * processes.MAX_SILENT_BEATS * processes.BEAT_S)
+    assert not watch.done()
+    assert await watch

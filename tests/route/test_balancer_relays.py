@@ -96,7 +96,10 @@ async def test_limits_of_a_tenant_hold_over_all_and_a_change_reaches_all(house):
     assert (await again.ask(fields="Authorization: Bearer new\r\n")).status == 200
 
 
-async def test_a_killed_relay_takes_only_its_own_streams_along(house):
+@pytest.mark.parametrize(
+    ("number", "how"), [(signal.SIGKILL, "signal 9"), (signal.SIGSTOP, "it hung")]
+)
+async def test_a_dead_or_hung_relay_takes_only_its_own_streams_along(house, number, how):
     held = Held(is_stream=True)
     replica = await house.replica(held)
     balancer = await house.balance(replica)
@@ -105,14 +108,14 @@ async def test_a_killed_relay_takes_only_its_own_streams_along(house):
     asking = [asyncio.create_task(one.ask()) for one in callers]
     await house.until(lambda: view.outstanding == 2 and not view.prefilling)
     [relays] = house.relays
-    os.kill(relays._all[0].pid, signal.SIGKILL)
+    os.kill(relays._all[0].pid, number)
     assert not (await asking[0]).is_whole
     await house.until(lambda: view.outstanding == 1 and len(balancer.connections) == 1)
     held.may_go_on.set()
     assert (await asking[1]).is_whole
     balancer.fleet.check()
     await house.until(lambda: counted(balancer, "relay_ends") == 1)
-    assert any("has ended: signal 9" in line for line in house.log)
+    assert any(f"has ended: {how}" in line for line in house.log)
     for caller in await one_a_relay(house):
         assert (await caller.ask()).is_whole
 

@@ -14,6 +14,7 @@ from banaserve_route.policies.fleet import Fleet
 from banaserve_route.policies.interface import ReplicaId, ReplicaView, Request
 from banaserve_route.policies.registry import make
 from banaserve_route.policies.shadow import ShadowChoice, ShadowedPolicy
+from ports import free_port
 
 
 def requests(count: int) -> list[Request]:
@@ -91,7 +92,8 @@ def test_a_balancer_shows_the_shadows_choices() -> None:
 
 
 def test_an_unknown_shadow_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["route", "--replica", "http://127.0.0.1:9", "--port", "1", "--shadow-policy", "nosuch"]
+    port = str(free_port())
+    argv = ["route", "--replica", "http://127.0.0.1:9", "--port", port, "--shadow-policy", "nosuch"]
     assert cli.main(argv) == cli.EXIT_USER_ERROR
     assert "nosuch" in capsys.readouterr().err
     with pytest.raises(UserError, match="nosuch"):

@@ -31,7 +31,12 @@ from banaserve_route.balancer.auth import (
 from banaserve_route.balancer.config import BalancerSettings, PolicySettings, ShadowSettings
 from banaserve_route.balancer.head_checks import HeadChecks
 from banaserve_route.balancer.http import replies
-from banaserve_route.balancer.http.client_connection import Client, RequestHandler
+from banaserve_route.balancer.http.client_connection import (
+    Client,
+    RequestHandler,
+    until_flushed,
+    write_error,
+)
 from banaserve_route.balancer.http.request import ClientRequest, RequestRefusedError
 from banaserve_route.balancer.metrics import Metrics
 from banaserve_route.balancer.page.files import NO_STORE, PAGE_FIELDS, STATUS_PATH, balancer_files
@@ -257,9 +262,7 @@ class Balancer(RequestHandler):
         was_forwarded = PEER_FIELD in message.seen
         tenant = None if was_forwarded else self._tenants.of(message)
         if tenant is not None and (over := self._tenants.begin(tenant)) is not None:
-            again_s = over.retry_after_s
-            closes = not client.can_go_on
-            client.write(replies.error(429, str(over), closes=closes, retry_after_s=again_s))
+            write_error(client, message, 429, str(over), over.retry_after_s)
             client.done(message)
             return None
         now_s = monotonic()
@@ -291,7 +294,7 @@ class Balancer(RequestHandler):
         return proxied
 
     def _start(self, proxied: ProxiedRequest) -> None:
-        proxied.start(monotonic() + self.settings.limits.queue_timeout_s)
+        proxied.start()
         self.fleet.queue_length = len(self.queue)
 
     async def _read_and_start(self, proxied: ProxiedRequest) -> None:
@@ -396,10 +399,11 @@ class Balancer(RequestHandler):
         self._ejector.tick(now_s)
 
     async def idle(self) -> None:
-        """Return when no request is under way."""
+        """Return when no request is under way and all answers have left this process."""
         if self._under_way:
             self._idle = asyncio.Event()
             await self._idle.wait()
+        await until_flushed(self._clients)
 
     def leave(self) -> None:
         """Take no more requests; those under way continue."""

@@ -241,7 +241,7 @@ class LimitSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         max_requests: Maximum number of requests under way at once; more are answered 429.
         max_queue: Maximum number of requests that wait for a replica.
         max_outstanding: Maximum number of requests at one replica at a time; 0: no limit.
-        queue_timeout_s: Maximum wait for a replica, in seconds.
+        queue_timeout_s: Maximum time of each wait for a replica, in seconds.
         request_timeout_s: Maximum time from the whole request to the last byte of the answer, in
             seconds.
         body_timeout_s: Maximum time for a body, in seconds; a second more for each 64 KiB received.

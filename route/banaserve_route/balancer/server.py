@@ -62,6 +62,8 @@ async def serve(
     balancer = make(discovery.settings)
     await balancer.start()
     tasks = [loop.create_task(tick(balancer)), loop.create_task(discovery.follow(balancer))]
+    if supervision is not None:
+        tasks.append(loop.create_task(supervision.beat()))
     if config is not None:
         tasks.append(loop.create_task(follow(config, balancer, discovery)))
     async with accepting(balancer, listening, supervision) as server:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from time import monotonic
 from typing import Protocol, cast
 
@@ -22,7 +22,7 @@ BODY_BYTES_PER_S = 64 * 1024
 """Number of received bytes of a body that extend its time limit by one second."""
 
 KEEP_ALIVE_S = 75.0
-_LINGER_S = 2.0
+_LINGER_S, _FLUSH_S = 2.0, 0.05
 UNREAD_S = 75.0
 _CHUNK_LINES_BYTES = 64
 
@@ -46,11 +46,15 @@ class Client(Protocol):
 
     Attributes:
         can_go_on: True if another request may follow the one under way.
+        is_flushed: True if no byte for the client is left in this process.
         peer: The client's address and port.
     """
 
     can_go_on: bool
     peer: Hashable
+
+    @property
+    def is_flushed(self) -> bool: ...
 
     def write(self, data: bytes) -> None: ...
 
@@ -79,6 +83,24 @@ class Client(Protocol):
     def leave_if_idle(self) -> None:
         """Close the connection if no request is under way, or else after the answer."""
         ...
+
+
+def write_error(
+    client: Client, message: ClientRequest, status: int, why: str, retry_after_s: float | None
+) -> None:
+    """Write an error as the whole answer to ``message``."""
+    if message.method == b"HEAD":
+        # The answer to HEAD must not have the body sent here, so the connection must end.
+        client.can_go_on = False
+    closes = not client.can_go_on
+    client.write(replies.error(status, why, closes=closes, retry_after_s=retry_after_s))
+
+
+async def until_flushed(clients: Collection[Client]) -> None:
+    """Return when no byte for one of ``clients``, which may change meanwhile, is left here."""
+    # Transports report no such event.
+    while not all(client.is_flushed for client in clients):  # noqa: ASYNC110
+        await asyncio.sleep(_FLUSH_S)
 
 
 class RequestHandler(Protocol):
@@ -225,6 +247,11 @@ class ClientConnection(asyncio.Protocol):
 
     # The parser's callbacks.
 
+    def on_message_begin(self) -> None:
+        # The connection ends with an answer to a request that came in the same read.
+        if self._refusal is not None:
+            raise self._refusal
+
     def on_url(self, part: bytes) -> None:
         self._message.add_url(part)
 
@@ -244,8 +271,13 @@ class ClientConnection(asyncio.Protocol):
                 413, f"the body is larger than {limit} bytes (--max-body-size)"
             )
         self._handler.check_head(self, message)
-        if message.expects_continue and not self._is_busy:
-            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if not self._is_busy:
+            self._invite_body()
+
+    def _invite_body(self) -> None:
+        """Ask for the body for which the client waits to be asked."""
+        if self._message.expects_continue and not (self._in_head or self._message.size):
+            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, data: bytes) -> None:
         self._message.add_body(data, self._handler.max_body_bytes)
@@ -278,6 +310,10 @@ class ClientConnection(asyncio.Protocol):
 
     # For the request under way.
 
+    @property
+    def is_flushed(self) -> bool:
+        return not num_unread_bytes(self._transport)
+
     def write(self, data: bytes) -> None:
         # The end of the connection may not have been reported yet.
         if not self._transport.is_closing():
@@ -295,11 +331,12 @@ class ClientConnection(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(self._begin_next)
         elif self._refusal is not None:
             self._answer_refusal(self._refusal)
-        elif self._is_paused:
-            self._is_paused = False
-            self._transport.resume_reading()
         else:
+            if self._is_paused:
+                self._is_paused = False
+                self._transport.resume_reading()
             self._watch_part()
+            self._invite_body()
 
     def _begin_next(self) -> None:
         # If answers were added to unread answers, the write buffer would grow without bound.
@@ -362,6 +399,8 @@ class ClientConnection(asyncio.Protocol):
         return None
 
     def _refuse(self, error: RequestRefusedError) -> None:
+        if self._refusal is not None:
+            return
         self._refusal = error
         self._handler.refused(error)
         if not self._is_busy and not self._waiting:

@@ -157,8 +157,9 @@ class ReplicaConnection(asyncio.Protocol):
         self._sink = self._body = None
         self.num_answers += 1
         self.resume()
-        # Give it back before the sink asks for a connection for its next request.
-        if is_clean:
+        # Give it back before the sink asks for a connection for its next request; but a replica
+        # that has answered early may never read the rest of the body, nor what follows.
+        if is_clean and not self._transport.get_write_buffer_size():
             self._pool.give_back(self)
         else:
             self.abort()

@@ -27,6 +27,7 @@ from banaserve_route.balancer.relays.messages import (
     DropNoted,
     EndRequest,
     RefusalNoted,
+    RelayAlive,
     RelayReady,
     RequestArrived,
     SendRequest,
@@ -42,18 +43,21 @@ class RelayLink(asyncio.Protocol):
 
     Attributes:
         lost: Event that is set when the connection has ended.
+        was_heard: True if the relay has sent anything since the owner set this to False.
     """
 
     def __init__(self, balancer: Balancer, on_ready: Callable[[], None]) -> None:
         """``on_ready`` is called when the relay accepts clients."""
         self.balancer = balancer
         self.lost = asyncio.Event()
+        self.was_heard = False
         self._reader = MessageReader(TO_BALANCER)
         self._clients: dict[int, RemoteClient] = {}
         self._exchanges: dict[int, RemoteExchange] = {}
         self._num_attempts = 0
         self._takers: Mapping[type, Callable[[Any], None]] = {
             RelayReady: lambda _: on_ready(),
+            RelayAlive: lambda _: None,
             ClientOpened: self._opened,
             ClientKnown: self._known,
             ClientClosed: self._closed,
@@ -69,6 +73,7 @@ class RelayLink(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
+        self.was_heard = True
         self._reader.feed(data)
         while (message := self._reader.take()) is not None:
             self._takers[type(message)](message)
@@ -141,6 +146,7 @@ class RemoteClient:
     """
 
     __slots__ = ("_active", "_is_relayed", "_link", "_number", "can_go_on", "peer", "request")
+    is_flushed = True
 
     def __init__(self, link: RelayLink, number: int, peer: Hashable) -> None:
         self._link, self._number, self.peer = link, number, peer
@@ -195,7 +201,9 @@ class RemoteClient:
 
     def abort(self) -> None:
         self._active = None
-        self._link.send(CloseClient(self._number))
+        # Otherwise the relay may have bytes of the last answer left, and ends with the balancer.
+        if self.request:
+            self.evict()
 
     def evict(self) -> None:
         self._link.send(CloseClient(self._number))

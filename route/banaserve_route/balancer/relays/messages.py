@@ -116,6 +116,10 @@ class DropNoted(_Message, frozen=True, tag=10):
     why: str
 
 
+class RelayAlive(_Message, frozen=True, tag=11):
+    """Message: the relay's event loop runs; sent at intervals, lest a silent relay be killed."""
+
+
 class RelaySettings(_Message, frozen=True, tag=20):
     """Message: settings from now on; the first one lets the relay accept clients."""
 
@@ -183,6 +187,7 @@ ToBalancer = (
     | AnswerBroke
     | RefusalNoted
     | DropNoted
+    | RelayAlive
 )
 ToRelay = (
     RelaySettings

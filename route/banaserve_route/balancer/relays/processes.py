@@ -30,6 +30,20 @@ _SHORT_LIFE_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _END_S, _EXIT_S = 5.0, 1.0
 
+BEAT_S = 0.5
+"""Time between two signs of life of a process."""
+
+MAX_SILENT_BEATS = 20
+"""Number of beats without a sign of life after which a process hangs: ten seconds.
+
+An event loop that a busy machine or a large body holds up stands still for a second or two. The
+observer counts its own beats, not the time: after it has stood still itself, as all processes do on
+a machine that sleeps, the observed one has as many beats again.
+"""
+
+_START_BEATS = 120
+"""Number of beats in which a relay must have begun: a minute, since it imports for seconds."""
+
 
 class RestartPauses:
     """Pauses before restarts of a process, which grow while its lives are short."""
@@ -136,7 +150,8 @@ class _Relay:
             if self._is_leaving:
                 return ""
             link.send(_told(self._balancer.settings))
-            await link.lost.wait()
+            if await _hangs(link):
+                return "it hung, and has been killed"
             with suppress(TimeoutError):
                 async with asyncio.timeout(_EXIT_S):
                     await wait_ended(process.pid)
@@ -172,6 +187,19 @@ class _Relay:
         """End the relay at once."""
         self._is_leaving = True
         self.send(EndRelay())
+
+
+async def _hangs(link: RelayLink) -> bool:
+    """Return False when a relay's link has ended, True when the relay has been silent too long."""
+    num_silent = MAX_SILENT_BEATS - _START_BEATS
+    while num_silent < MAX_SILENT_BEATS:
+        link.was_heard = False
+        with suppress(TimeoutError):
+            async with asyncio.timeout(BEAT_S):
+                await link.lost.wait()
+                return False
+        num_silent = 0 if link.was_heard else num_silent + 1
+    return True
 
 
 def _told(settings: BalancerSettings) -> RelaySettings:

@@ -23,7 +23,7 @@ from banaserve.cli.terminal.console import print_error
 from banaserve.kvstore.sizes import parse_size
 from banaserve_route.balancer.event_loop import run_until_complete
 from banaserve_route.balancer.head_checks import HeadChecks
-from banaserve_route.balancer.http.client_connection import ClientConnection
+from banaserve_route.balancer.http.client_connection import ClientConnection, until_flushed
 from banaserve_route.balancer.http.listening import listen
 from banaserve_route.balancer.http.request import ClientRequest, RequestRefusedError
 from banaserve_route.balancer.relays.messages import (
@@ -39,6 +39,7 @@ from banaserve_route.balancer.relays.messages import (
     EndRelay,
     EndRequest,
     RefusalNoted,
+    RelayAlive,
     RelayReady,
     RelaySettings,
     RequestArrived,
@@ -80,6 +81,8 @@ async def _serve(listening: socket.socket, link: socket.socket, life: int) -> No
     listener.close()
     listening.close()
     await relay.ended.wait()
+    # The balancer limits the time, by killing this process.
+    await until_flushed(relay.clients.values())
     ticking.cancel()
 
 
@@ -92,6 +95,7 @@ class RelayProcess(asyncio.Protocol):
         told: Event that is set when the balancer has sent its settings.
         leaving: Event that is set when no more clients are to be accepted.
         ended: Event that is set when this process is to end.
+        clients: Connections of clients by their numbers in messages.
         connections: Connections in a TLS handshake.
     """
 
@@ -101,7 +105,7 @@ class RelayProcess(asyncio.Protocol):
         self.certificates: Certificates | None = None
         self.connections: ConnectionTable[Evictable] = ConnectionTable(1)
         self._reader = MessageReader(TO_RELAY)
-        self._clients: dict[int, ClientConnection] = {}
+        self.clients: dict[int, ClientConnection] = {}
         self._numbers: dict[ClientConnection, int] = {}
         self._known: set[ClientConnection] = set()
         self._requests: dict[int, RelayedRequest] = {}
@@ -140,7 +144,7 @@ class RelayProcess(asyncio.Protocol):
         self._leave()
         for request in list(self._requests.values()):
             request.give_up()
-        if not self._clients:
+        if not self.clients:
             self.end()
         asyncio.get_running_loop().call_later(self.settings.limits.request_timeout_s, self.end)
 
@@ -177,11 +181,11 @@ class RelayProcess(asyncio.Protocol):
             request.take(told)
 
     def _close_client(self, told: CloseClient) -> None:
-        if (client := self._clients.get(told.client)) is not None:
+        if (client := self.clients.get(told.client)) is not None:
             client.evict()
 
     def _turn_away(self, told: TurnAway) -> None:
-        if (client := self._clients.get(told.client)) is not None:
+        if (client := self.clients.get(told.client)) is not None:
             client.turn_away()
 
     def _leave(self) -> None:
@@ -194,17 +198,17 @@ class RelayProcess(asyncio.Protocol):
     def opened(self, client: ClientConnection) -> bool:
         self._num_clients += 1
         number, peer = self._num_clients, client.peer
-        self._clients[number], self._numbers[client] = client, number
+        self.clients[number], self._numbers[client] = client, number
         named = peer if isinstance(peer, tuple) else ("", os.getpid(), number)
         self.send(ClientOpened(number, named))
         return True
 
     def closed(self, client: ClientConnection) -> None:
         number = self._numbers.pop(client)
-        del self._clients[number]
+        del self.clients[number]
         self._known.discard(client)
         self.send(ClientClosed(number))
-        if self._is_alone and not self._clients:
+        if self._is_alone and not self.clients:
             self.end()
 
     def check_head(self, client: ClientConnection, message: ClientRequest) -> None:
@@ -255,6 +259,7 @@ class RelayProcess(asyncio.Protocol):
 
     async def tick(self) -> None:
         """Do the periodic work."""
+        self.send(RelayAlive())
         now_s = monotonic()
         if self._watch.tick(now_s):
             self.log(f"a relay's event loop stood still for {self._watch.lag_s:.1f} s")

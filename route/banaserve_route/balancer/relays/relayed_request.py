@@ -35,6 +35,7 @@ class RelayedRequest:
     """
 
     __slots__ = (
+        "_asked",
         "_attempts",
         "_client",
         "_is_alone",
@@ -64,6 +65,8 @@ class RelayedRequest:
         self.number, self._client, self._message = number, client, message
         self._pools, self._send, self._on_ended = pools, send, on_ended
         self._attempts: dict[int, _Attempt] = {}
+        # Attempts whose answers, complete or not, the balancer may take.
+        self._asked: set[int] = set()
         self._relayed: _Attempt | None = None
         self._is_alone = False
 
@@ -92,6 +95,7 @@ class RelayedRequest:
 
     def _drop(self, number: int) -> None:
         """Drop an attempt; if its answer has begun, the client must not take it for a whole one."""
+        self._asked.discard(number)
         attempt = self._attempts.pop(number, None)
         if attempt is None:
             return
@@ -149,8 +153,9 @@ class RelayedRequest:
     def began(self, attempt: _Attempt, head: ResponseHead, data: bytes) -> None:
         """Relay the beginning of an answer, or ask the balancer what becomes of it."""
         told = attempt.number, head.status, head.body.ends_by, head.is_events
-        if not self._is_for_client(attempt, head):
+        if not self._is_for_client(head):
             attempt.exchange.pause()
+            self._asked.add(attempt.number)
             self._send(AnswerBegan(*told, False, head.lines, data))
             return
         del self._attempts[attempt.number]
@@ -162,14 +167,14 @@ class RelayedRequest:
         self._send(AnswerBegan(*told, True))
         self._client.write(head.to_client(data, closes=not self._client.can_go_on))
 
-    def _is_for_client(self, attempt: _Attempt, head: ResponseHead) -> bool:
+    def _is_for_client(self, head: ResponseHead) -> bool:
         """Return whether the balancer would relay this answer, whatever it does at this moment."""
         if head.status >= 400:
             return False
         if self._message.is_http10 and head.body.ends_by is BodyEnd.LAST_CHUNK:
             return False
         # The balancer may be taking the answer to another attempt, which it has been told of.
-        return all(one.body is None or one is attempt for one in self._attempts.values())
+        return not self._asked
 
     def ended(self, attempt: _Attempt, num_reads: int, last: bytes) -> None:
         """Finish a relayed request, whose answer is complete."""

@@ -1,12 +1,14 @@
-"""Parent of the process that decides: it passes signals on, and starts the process again.
+"""Parent of the process that decides: it passes signals on, and starts a dead or hung one again.
 
 It does nothing else, so that little can end it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import select
 import signal
 import socket
 import sys
@@ -15,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from banaserve_route.balancer.relays.processes import RestartPauses
+from banaserve_route.balancer.relays.processes import BEAT_S, MAX_SILENT_BEATS, RestartPauses
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -27,10 +29,20 @@ class Supervision:
     Attributes:
         signals: Pipe with the numbers of the signals that the supervisor receives.
         life: Pipe without content, for the relays.
+        beats: Pipe to which the process that decides writes while its event loop runs.
     """
 
     signals: int
     life: int
+    beats: int
+
+    async def beat(self) -> None:
+        """Show at intervals that the event loop runs, from now on: the supervisor counts on it."""
+        os.set_blocking(self.beats, False)
+        while True:
+            with contextlib.suppress(OSError):  # the supervisor has ended, or stands still
+                os.write(self.beats, b".")
+            await asyncio.sleep(BEAT_S)
 
 
 def supervise(
@@ -38,7 +50,7 @@ def supervise(
     listening: Sequence[socket.socket],
     log: Callable[[str], None],
 ) -> int:
-    """Run ``decide`` in a child process, and again whenever a signal has killed it.
+    """Run ``decide`` in a child process, and again whenever a signal has killed it or it hangs.
 
     Returns in the child alone, with the result of ``decide``; this process exits as the child does.
 
@@ -50,6 +62,7 @@ def supervise(
     life, held = os.pipe()
     while True:
         reading, writing = os.pipe()
+        heard, beats = os.pipe()
 
         def forward(number: int, _: FrameType | None, to: int = writing) -> None:
             received.append(number)
@@ -62,14 +75,19 @@ def supervise(
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         sys.stdout.flush()
         pid = os.fork()
-        for each in _SIGNALS:
-            signal.signal(each, forward if pid else signal.SIG_IGN)
+        for number in _SIGNALS:
+            signal.signal(number, forward if pid else signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         if pid == 0:
-            os.close(writing)
-            os.close(held)
-            return decide(Supervision(reading, life))
-        os.close(reading)
+            for each in (writing, held, heard):
+                os.close(each)
+            return decide(Supervision(reading, life, beats))
+        for each in (reading, beats):
+            os.close(each)
+        if _hangs(heard):
+            log("the process that decides is killed: it hangs")
+            os.kill(pid, signal.SIGKILL)
+        os.close(heard)
         code = _wait(pid)
         if code >= 0:
             sys.exit(code)
@@ -79,6 +97,22 @@ def supervise(
         if received:
             sys.exit(128 + received[0])
         os.close(writing)
+
+
+def _hangs(heard: int) -> bool:
+    """Return False when the writer of ``heard`` has ended, True when it has been silent too long.
+
+    It may take any time to write first: it looks for replicas before.
+    """
+    num_silent = None
+    while num_silent is None or num_silent < MAX_SILENT_BEATS:
+        if select.select([heard], [], [], BEAT_S)[0]:
+            if not os.read(heard, 4096):
+                return False
+            num_silent = 0
+        elif num_silent is not None:
+            num_silent += 1
+    return True
 
 
 def _wait(pid: int) -> int:

@@ -25,7 +25,7 @@ class UpstreamAttempt:
         prompt_tokens: Number of prompt tokens that the answer states; 0 if it states none.
     """
 
-    __slots__ = ("_dispatcher", "exchange", "flight", "prompt_tokens", "target")
+    __slots__ = ("_dispatcher", "_is_on_trial", "exchange", "flight", "prompt_tokens", "target")
     exchange: Exchange
 
     def __init__(self, dispatcher: Dispatcher, request: Request, decision: RoutingDecision) -> None:
@@ -35,7 +35,7 @@ class UpstreamAttempt:
         self.prompt_tokens = 0
         self.target = dispatcher.target(decision)
         self.flight = dispatcher.fleet.sent(request, decision, now_s)
-        self.target.sent(now_s)
+        self._is_on_trial = self.target.sent(now_s)
 
     def first_byte(self, now_s: float) -> None:
         """Record that the answer has begun."""
@@ -70,7 +70,7 @@ class UpstreamAttempt:
         """
         now_s = monotonic()
         self._dispatcher.fleet.failed(self.flight, now_s, is_fault)
-        self.target.broke(is_fault, now_s)
+        self.target.broke(is_fault, self._is_on_trial, now_s)
         self.target.record(self.flight, 502 if is_fault else 0, now_s)
         self.drop()
 

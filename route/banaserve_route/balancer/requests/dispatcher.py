@@ -30,6 +30,7 @@ class Dispatcher:
         log: Called with one line per event.
         max_attempts: Maximum number of targets tried for a request before an answer's first byte.
         max_queue: Maximum number of requests that wait.
+        queue_timeout_s: Maximum time of each wait, in seconds.
         hedger: Time limits and budget of hedged requests; None if there are none.
     """
 
@@ -52,6 +53,7 @@ class Dispatcher:
         self._policy = registry.POLICIES.label(settings.policy.name)
         self.max_attempts = settings.limits.max_attempts
         self.max_queue = settings.limits.max_queue
+        self.queue_timeout_s = settings.limits.queue_timeout_s
         self.hedger = self._hedger if settings.hedge.after else None
         self._hedger.take_settings(settings.hedge)
         self._has_keys = bool(settings.api_keys or settings.tenants)

@@ -8,7 +8,7 @@ from time import monotonic
 
 from banaserve.base.errors import PolicyError
 from banaserve_route.balancer.http import replies
-from banaserve_route.balancer.http.client_connection import Client
+from banaserve_route.balancer.http.client_connection import Client, write_error
 from banaserve_route.balancer.http.replica_connection import Sink
 from banaserve_route.balancer.http.request import ClientRequest
 from banaserve_route.balancer.http.response import Body, BodyEnd, ResponseHead
@@ -106,9 +106,9 @@ class ProxiedRequest:
 
     # Finding a target.
 
-    def start(self, waits_until_s: float) -> None:
+    def start(self) -> None:
         """Send the request, or let it wait in the queue."""
-        self.waits_until_s = min(waits_until_s, self.deadline_s)
+        self._limit_wait()
         queue = self._dispatcher.queue
         if not queue.has_waiting(self.kind) and self.place():
             return
@@ -208,11 +208,12 @@ class ProxiedRequest:
         if hedge is not None:
             hedge.end()
 
-    def failed(self, attempt: UpstreamAttempt, why: str) -> None:
-        """Record that an attempt ended by its target's fault, before an answer had begun."""
-        attempt.broke(is_fault=True)
+    def failed(self, attempt: UpstreamAttempt, why: str, is_fault: bool) -> None:
+        """Record that an attempt ended before an answer had begun, by its target's fault or not."""
+        attempt.broke(is_fault)
         self._why = f"{attempt.target.name}: {why}"
-        self._dispatcher.log(self._why)
+        if is_fault:
+            self._dispatcher.log(self._why)
 
     # The answer, from the replica's connection.
 
@@ -223,6 +224,7 @@ class ProxiedRequest:
         if status in RETRIED and self._may_go_on(attempt):
             attempt.drop()
             attempt.answered(status, now_s)
+            self._attempt = None
             self._why = f"{attempt.target.name} answered {status}"
             self._holder_is_busy = True
             self._again(attempt)
@@ -263,25 +265,23 @@ class ProxiedRequest:
     def on_broken(self, why: str, was_reused: bool, is_ours: bool = False) -> None:
         attempt, self._attempt = self._attempt, None
         assert attempt is not None
+        if was_reused:
+            # The server closed the connection while it was idle; all other idle ones may be closed.
+            attempt.target.pool.drop_idle()
         if self.status:
             self._break_off(attempt, why)
         elif self._has_second():
             self._tried.add(attempt.target.view.id)
-            if was_reused or is_ours:
-                attempt.broke(is_fault=False)
-            else:
-                self.failed(attempt, why)
+            self.failed(attempt, why, is_fault=not (was_reused or is_ours))
         elif was_reused and not self._had_free_try:
             self._had_free_try = True
             attempt.broke(is_fault=False)
-            # The server closed the connection while it was idle; all other idle ones may be closed.
-            attempt.target.pool.drop_idle()
             self.num_attempts -= 1
             self._rejoin()
         elif is_ours:
             self._lack(attempt, why)
         else:
-            self.failed(attempt, why)
+            self.failed(attempt, why, is_fault=not was_reused)
             if self.num_attempts < self._dispatcher.max_attempts:
                 self._again(attempt)
             else:
@@ -299,6 +299,7 @@ class ProxiedRequest:
         self._tried = tried
         attempt.drop()
         attempt.answered(404, now_s)
+        self._attempt = None
         self.num_attempts -= 1
         is_left = any(one.view.is_available for one in self._dispatcher.others(self.request, tried))
         if not is_left or not self.place():
@@ -362,8 +363,14 @@ class ProxiedRequest:
         self._backoff = None
         # One that waits for a full target must not hold up others, which may go to the tried ones.
         self.kind = self._kind()
+        self._limit_wait()
         if not self.is_over and not self.place():
             self._dispatcher.queue.join(self, at_front=True)
+
+    def _limit_wait(self) -> None:
+        """Set the time limit of a wait that begins now: attempts before it do not count."""
+        until_s = monotonic() + self._dispatcher.queue_timeout_s
+        self.waits_until_s = min(until_s, self.deadline_s)
 
     # Ends.
 
@@ -383,12 +390,7 @@ class ProxiedRequest:
 
     def _answer(self, status: int, why: str, retry_after_s: float | None) -> None:
         """Answer without a replica."""
-        client = self._client
-        if self.message.method == b"HEAD":
-            # The answer to HEAD must not have the body sent here, so the connection must end.
-            client.can_go_on = False
-        closes = not client.can_go_on
-        client.write(replies.error(status, why, closes=closes, retry_after_s=retry_after_s))
+        write_error(self._client, self.message, status, why, retry_after_s)
         self._end(status)
 
     def _end(self, status: int) -> None:
@@ -486,8 +488,5 @@ class Hedge:
         if attempt is None:
             self._request.on_broken(why, was_reused, is_ours)
             return
-        if was_reused or is_ours:
-            attempt.broke(is_fault=False)
-        else:
-            self._request.failed(attempt, why)
+        self._request.failed(attempt, why, is_fault=not (was_reused or is_ours))
         self._request.hedge_again(self, attempt)

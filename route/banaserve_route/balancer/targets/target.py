@@ -101,7 +101,11 @@ class Target:
         return self._began_s is not None
 
     def begin_slowly(self, now_s: float, at_least_s: float = 0.0) -> None:
-        """Let a replica begin with one request, and then with ever more at once."""
+        """Let a replica begin with one request, and then with ever more at once.
+
+        It is judged by these alone: others may be of a replica of the same id elsewhere.
+        """
+        self.judged_since_s = now_s
         self._starting_s = max(self._slow_start_s, at_least_s)
         is_slow = self._starting_s > 0 and not self.is_peer
         self._began_s = now_s if is_slow else None
@@ -123,11 +127,16 @@ class Target:
         view.is_available = is_in_service and self._has_room(now_s) and self.breaker.allows(now_s)
         return view.is_available
 
-    def sent(self, now_s: float) -> None:
-        """Record a request sent to the target, which the view counts already."""
-        if self.breaker.is_open or self._max_outstanding or self.is_starting:
+    def sent(self, now_s: float) -> bool:
+        """Record a request sent to the target, which the view counts already.
+
+        Return whether the request is on trial, since the circuit is open.
+        """
+        is_on_trial = self.breaker.is_open
+        if is_on_trial or self._max_outstanding or self.is_starting:
             self.breaker.sent()
             self.refresh(now_s)
+        return is_on_trial
 
     def answered(self, status: int, is_fault: bool, now_s: float) -> None:
         """Record the target's answer to a request."""
@@ -139,16 +148,17 @@ class Target:
         if is_fault or self._max_outstanding or not self.view.is_available:
             self.refresh(now_s)
 
-    def broke(self, is_fault: bool, now_s: float) -> None:
+    def broke(self, is_fault: bool, was_on_trial: bool, now_s: float) -> None:
         """Record a request to the target that ended without a complete answer.
 
         Args:
             is_fault: True if the target is at fault, and not, say, a client that went away.
+            was_on_trial: Result of ``sent`` for the request.
         """
         if is_fault:
             self.num_broken += 1
             self.breaker.failed(now_s)
-        else:
+        elif was_on_trial:
             self.breaker.given_up()
         self.refresh(now_s)
 
@@ -176,7 +186,6 @@ class Target:
     def come_back(self, now_s: float, slowly_s: float = 0.0) -> None:
         """Serve again, after an ejection or death: slowly at first, and judged by new requests."""
         self.ejection.end(now_s)
-        self.judged_since_s = now_s
         if self.recent is not None:
             self.recent.clear()
         self.begin_slowly(now_s, slowly_s)
@@ -303,5 +312,5 @@ class Breaker:
         self.retry_at_s = now_s + self._pause_s
 
     def given_up(self) -> None:
-        """Record a request that ended without showing the target's health: cancelled, say."""
+        """Record that the trial ended without showing the target's health: cancelled, say."""
         self._trial = False

@@ -1,0 +1,75 @@
+"""A request in a relay, whose messages cross those of the balancer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from banaserve_route.balancer.http.request import ClientRequest
+from banaserve_route.balancer.http.response import parse_response_head
+from banaserve_route.balancer.relays.messages import (
+    AnswerBegan,
+    DropAttempt,
+    SendRequest,
+    WriteAnswer,
+)
+from banaserve_route.balancer.relays.relayed_request import RelayedRequest
+
+
+class Wires:
+    """The connections of a relay to servers, and to one client."""
+
+    def __init__(self):
+        self.sinks, self.told, self.written, self.is_evicted = [], [], b"", False
+        self.can_go_on = True
+        pools = SimpleNamespace(of=lambda _: self)
+        self.request = RelayedRequest(1, self, ClientRequest(), pools, self.told.append, id)
+
+    def take(self):
+        return self
+
+    def send(self, parts, sink, to_head):
+        self.sinks.append(sink)
+
+    def write(self, data):
+        self.written += data
+
+    def evict(self):
+        self.is_evicted = True
+
+    def ignore(self, *_):
+        """Do nothing."""
+
+    abort = pause = resume = done = ignore
+
+    def answers(self, number, status, length=0):
+        head = b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n" % (status, length)
+        self.sinks[number - 1].on_head(parse_response_head(head), b"")
+        if not length:
+            self.sinks[number - 1].on_end()
+
+
+@pytest.mark.parametrize("length", [0, 5])
+def test_an_error_that_the_balancer_may_take_lets_no_other_answer_pass(length):
+    wires = Wires()
+    for attempt in (1, 2):
+        wires.request.take(SendRequest(1, attempt, "http://x", b""))
+    wires.answers(1, 500, length)
+    wires.answers(2, 200)
+    began = [one.is_relayed for one in wires.told if isinstance(one, AnswerBegan)]
+    assert (began, wires.written) == ([False, False], b"")
+    wires.request.take(DropAttempt(1, 2))
+    wires.request.take(WriteAnswer(1, b"the error"))
+    assert (wires.written, wires.is_evicted) == (b"the error", False)
+
+
+def test_the_other_answer_passes_at_once_after_the_balancer_has_dropped_the_error():
+    wires = Wires()
+    for attempt in (1, 2):
+        wires.request.take(SendRequest(1, attempt, "http://x", b""))
+    wires.answers(1, 503)
+    wires.request.take(DropAttempt(1, 1))
+    wires.answers(2, 200)
+    assert wires.told[-2].is_relayed
+    assert wires.written.startswith(b"HTTP/1.1 200")
