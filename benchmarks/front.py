@@ -60,7 +60,6 @@ class FrontSample(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and write the result; return the exit code."""
     parser = parser_of("front", __doc__)
     parser.add_argument("--runs", type=positive, default=5)
     parser.add_argument(

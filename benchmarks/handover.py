@@ -69,7 +69,6 @@ class _Spent(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and write the result; return the exit code."""
     parser = parser_of("handover", __doc__)
     add = parser.add_argument
     add("--model", default=models.PACKAGED)

@@ -13,6 +13,7 @@ from typing import Any
 
 from banaserve.base import models
 from banaserve.base.arguments import Parser
+from banaserve.base.errors import UserError
 from banaserve.base.platform.run_dir import find_admin
 from banaserve.frontdoor.admin_client import AdminClient
 from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
@@ -80,6 +81,30 @@ class Measurement:
     def deliver(self, record: Result) -> None:
         """Print the result, and write it where ``--json`` says."""
         result.deliver(record, self._given.json)
+
+
+def earlier(
+    path: Path | None, name: str, options: Mapping[str, Any], *, same_code: bool = False
+) -> Result | None:
+    """Return the result that an earlier run of a benchmark has left in ``path``, to continue it.
+
+    Args:
+        options: Options that both runs must have in common.
+        same_code: True to begin anew if the code has changed since, or had changes then.
+
+    Raises:
+        UserError: The file is of another benchmark, or of other options.
+    """
+    if path is None or not path.exists():
+        return None
+    left = result.read(path)
+    if same_code and (left.dirty or (left.commit, left.dirty) != result.commit()):
+        return None
+    told = {key: left.options.get(key) for key in options}
+    if (left.name.replace("_", "-"), told) != (name, dict(options)):
+        words = ", ".join(f"{key} {value}" for key, value in options.items())
+        raise UserError(f"{path} is no result of bench {name} with {words}: give another file")
+    return left
 
 
 @contextmanager

@@ -108,7 +108,6 @@ _CASES_AGAIN = ("layers_10", "layers_20", "heads_2", "stop_and_copy_10")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and write the result; return the exit code."""
     given = _parse(argv)
     measurement = Measurement("migration", given)
     measurement.deliver(measurement.result(asyncio.run(_measure(given)), _NOTES))

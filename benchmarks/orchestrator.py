@@ -67,7 +67,6 @@ _NOTES = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and write the result; return the exit code."""
     given = _parse(argv)
     measurement = Measurement("orchestrator", given)
     samples: dict[str, list[float]] = defaultdict(list)

@@ -67,7 +67,6 @@ class PacedRun:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and write the result; return the exit code."""
     given = _parse(argv)
     measurement = Measurement("pacing", given)
     measurement.deliver(asyncio.run(_measure(given, measurement)))
@@ -95,7 +94,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def draw(given: argparse.Namespace) -> list[PacedRequest]:
-    """Return the requests of every run."""
     draws = random.Random(given.seed)
     times_s = arrivals.poisson(given.rate, given.requests, given.seed)
     return [

@@ -56,7 +56,6 @@ _NOTES = [
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and write the result; return the exit code."""
     parser = parser_of("pipeline", __doc__)
     parser.add_argument("--model", default=models.PACKAGED)
     parser.add_argument("--size", choices=sorted(SIZES), help="random weights instead of --model")

@@ -67,7 +67,6 @@ class Asked(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Build the pages and print the path of the first; return the exit code."""
     parser = Parser(prog=COMMAND, description=__doc__)
     parser.add_argument("--out", type=Path, default=BUILT, metavar="DIR")
     print(build(parser.parse_args(list(argv)).out))
@@ -120,7 +119,8 @@ def _write_own_page(record: Result, path: Path) -> None:
         path.write_text(OWN_PAGES[name](record))
     if name == "simulate-paper":
         for figure in FIGURES:
-            simulate_paper.plot(record, figure, path.with_name(simulate_paper.picture_name(figure)))
+            drawn = path.with_name(simulate_paper.picture_name(figure))
+            drawn.write_text(simulate_paper.picture(record, figure))
 
 
 def stale_results(folder: Path) -> frozenset[Path] | None:

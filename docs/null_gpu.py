@@ -56,7 +56,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def page(rows: Sequence[Shown]) -> str:
-    """Return the page of a record's rows."""
     setups = sorted({(row.vllm, row.runner, row.ranks, row.graphs) for row in rows})
     lines = [
         "# CUDA's path on a GPU that computes nothing",

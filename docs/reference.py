@@ -226,7 +226,6 @@ def _content(words: str, schema: Any) -> dict[str, Any]:
 
 
 def admin_page() -> str:
-    """Return the page of the admin API."""
     document = openapi()
     parts = [
         f"# Admin API\n\n{GENERATED} As OpenAPI: [openapi.json](openapi.json).\n\n"
@@ -320,7 +319,6 @@ def _facts(family: Metric, labels: tuple[str, ...], where: str) -> MetricFacts:
 
 
 def metrics_page() -> str:
-    """Return the page of metrics."""
     rows = [
         (f"`{one.name}`", one.kind, ", ".join(f"`{label}`" for label in one.labels) or "-",
          one.words.replace("|", "/"), one.where)

@@ -38,7 +38,7 @@ from benchmarks.elastic_cpu.loads import (
     conversations,
     opened,
 )
-from benchmarks.elastic_cpu.systems import Setup, SystemUnderTest, alone, systems
+from benchmarks.elastic_cpu.systems import Setup, SystemUnderTest, alone, empty_caches, systems
 from benchmarks.measurement import Measurement, model_of, parser_of
 
 _KV_BYTES = 1 << 30
@@ -46,7 +46,6 @@ _WARM_TRIES, _WARM_AGAIN_S = 40, 0.5
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the rounds, writing the result after each; return the exit code."""
     given = _parse(argv)
     asyncio.run(_measure(given, Measurement("elastic-cpu", given)))
     return 0
@@ -135,7 +134,7 @@ async def _warm(
     speeds = []
     for one in running.values():
         what = conversations(load, -(-load.closed // 2), f"{given.seed} {name} warm", words)
-        one.empty_caches()
+        empty_caches(one.plain)
         async with OpenAiClient(one.running.url, model) as client:
             await _reached(client, what[0].questions[0])
             began_s = time.monotonic()
@@ -160,7 +159,7 @@ async def _reached(client: OpenAiClient, prompt: str) -> None:
 async def _sample(
     one: SystemUnderTest, load: ChatLoad, rate_per_s: float, key: str, words: Words, model: str
 ) -> LoadSample:
-    one.empty_caches()
+    empty_caches(one.plain)
     busy = conversations(load, load.closed, f"{key} closed", words)
     calm = conversations(load, load.open, f"{key} open", words)
     async with OpenAiClient(one.running.url, model, return_token_ids=True) as client:

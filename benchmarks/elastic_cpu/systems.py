@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -24,6 +23,7 @@ from banaserve_bench.loadgen.servers import (
     Server,
     banaserve_server,
     command_server,
+    route_command,
     vllm_server,
 )
 from benchmarks.elastic_cpu.figures import OURS, PEERS, Work
@@ -59,24 +59,11 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class SystemUnderTest:
-    """A system that runs; ``plain`` are the vLLM servers below it, whose caches can be emptied."""
+    """A system that runs; ``plain`` are the vLLM servers below it, whose caches are emptied."""
 
     name: str
     running: Running
     plain: tuple[Server, ...] = ()
-
-    def empty_caches(self) -> None:
-        """Empty the prefix caches of plain servers. Blocking.
-
-        Raises:
-            UserError: A server does not empty its cache.
-        """
-        for server in self.plain:
-            asked = urllib.request.Request(f"{server.url}/reset_prefix_cache", method="POST")
-            try:
-                urllib.request.urlopen(asked, timeout=_RESET_S).close()
-            except (urllib.error.URLError, OSError) as error:
-                raise UserError(f"a vLLM server keeps its prefix cache: {error}") from error
 
     def decisions(self) -> dict[str, float]:
         """Return the elastic policy's counts so far; empty for systems without such a policy."""
@@ -107,6 +94,20 @@ class SystemUnderTest:
             if now_s - before_s < _QUIET_CORES * _LOOK_S or time.monotonic() > until_s:
                 return now_s
             before_s = now_s
+
+
+def empty_caches(servers: Iterable[Server]) -> None:
+    """Empty the prefix caches of plain servers. Blocking.
+
+    Raises:
+        UserError: A server does not empty its cache.
+    """
+    for server in servers:
+        asked = urllib.request.Request(f"{server.url}/reset_prefix_cache", method="POST")
+        try:
+            urllib.request.urlopen(asked, timeout=_RESET_S).close()
+        except (urllib.error.URLError, OSError) as error:
+            raise UserError(f"a vLLM server keeps its prefix cache: {error}") from error
 
 
 @contextlib.contextmanager
@@ -160,7 +161,4 @@ def systems(setup: Setup) -> Iterator[Mapping[str, SystemUnderTest]]:
 def _balancer(routers: Path | None, policy: str, urls: Sequence[str]) -> list[str]:
     if routers is not None:
         return peer_command(routers, _ROUTER, policy, urls)
-    command = [sys.executable, "-m", "banaserve", "route", "--policy", policy]
-    for url in urls:
-        command += ["--replica", url]
-    return command
+    return route_command(policy, urls)

@@ -64,7 +64,6 @@ _MODEL_FILES = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Build the kit and print its size."""
     parser = Parser(prog="python -m benchmarks gpu-kit", description=__doc__)
     add = parser.add_argument
     add("--out", type=Path, default=ROOT / KIT, help="folder of the kit")

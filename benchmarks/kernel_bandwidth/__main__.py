@@ -44,7 +44,6 @@ _UNITS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and write the result; return the exit code."""
     given = _parse(argv)
     device = torch.device(given.device)
     if device.type == "cuda" and not torch.cuda.is_available():

@@ -48,7 +48,6 @@ _UNITS = {"fraction": "fraction", "gb_per_s": "GB/s", "per_s": "calls/s", "reque
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and write the result; return the exit code."""
     given = _parse(argv)
     measurement = Measurement("kvstore", given)
     samples: StoreSamples = defaultdict(list)

@@ -84,7 +84,6 @@ class SplitCase(NamedTuple):
 
     @property
     def pays(self) -> Answer:
-        """Right answer."""
         return right_answer(self.truth)
 
     @property

@@ -102,7 +102,6 @@ def has(claim: Claim | UntestableClaim, figures: Figures) -> bool:
 
 
 def judged(claim: Claim | UntestableClaim, figures: Figures) -> str:
-    """Return the verdict on ``claim``."""
     if isinstance(claim, UntestableClaim):
         return NOT_TESTABLE
     return verdict(claim, samples(claim, figures))

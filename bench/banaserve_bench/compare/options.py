@@ -31,7 +31,6 @@ def parse(argv: Sequence[str], about: str | None) -> argparse.Namespace:
 
 
 def make_parser(about: str | None = None) -> Parser:
-    """Return the parser of the command's options."""
     parser = Parser(
         prog="banaserve bench compare",
         description=about,

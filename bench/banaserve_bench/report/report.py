@@ -30,7 +30,6 @@ _NOTHING: tuple[object, ...] = (None, "None", [])
 
 
 def make_parser() -> Parser:
-    """Return the parser of the command's options."""
     parser = Parser(prog="banaserve bench report", description=__doc__)
     parser.add_argument("folder", type=Path, metavar="DIR", help="with results, at any depth")
     parser.add_argument("--out", type=Path, help="folder of the page (default: DIR)")
@@ -39,7 +38,6 @@ def make_parser() -> Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the page; return the exit code."""
     given = make_parser().parse_args(list(argv))
     print(write_report(given.folder, given.out or given.folder, given.title))
     return 0

@@ -104,7 +104,6 @@ def commit() -> tuple[str | None, bool | None]:
 
 
 def machine() -> Machine:
-    """Return a description of this machine."""
     return Machine(
         cpu_model=_cpu_model(),
         num_cores=len(os.sched_getaffinity(0)),

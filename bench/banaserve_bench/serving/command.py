@@ -119,7 +119,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> Parser:
-    """Return the parser of the command's options."""
     parser = Parser(
         prog="banaserve bench serving",
         description=__doc__,
