@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import random
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ from banaserve_bench.loadgen.loops import closed_loop
 from banaserve_bench.loadgen.servers import Server, banaserve_server, vllm_server
 from banaserve_bench.results.result import Result
 from banaserve_bench.results.statistics import paired_ratios, percentile
-from benchmarks.measurement import Measurement, Samples, parser_of
+from benchmarks.measurement import Measurement, Samples, parser_of, random_tokens
 
 _NAME = "miniature"
 _CONTEXT_TOKENS = 1024
@@ -119,15 +120,9 @@ async def _pass(
     server: Server, prompt_tokens: int, streams: int, output_tokens: int, run: int
 ) -> FrontSample:
     """Send requests with ``streams`` under way at once, at least ``_MIN_REQUESTS`` in all."""
-    count = max(streams, _MIN_REQUESTS)
-    calls = [
-        CompletionCall.exact(
-            str(number),
-            _prompt(prompt_tokens, (run, streams, output_tokens, number)),
-            output_tokens,
-        )
-        for number in range(count)
-    ]
+    draws = random.Random(f"{run} {streams} {output_tokens}")
+    prompts = [random_tokens(draws, prompt_tokens) for _ in range(max(streams, _MIN_REQUESTS))]
+    calls = CompletionCall.numbered(prompts, output_tokens)
     async with OpenAiClient(server.url, _NAME) as client:
         before_s = server.front_cpu_s()
         records = await closed_loop(client, calls, streams)
@@ -135,18 +130,13 @@ async def _pass(
     for one in records:
         one.checked()
     return FrontSample(
-        count,
+        len(calls),
         sum(len(record.token_at_s) for record in records),
         sum(record.completion_tokens or 0 for record in records),
         cpu_s,
         [record.ttft_s for record in records if record.ttft_s is not None],
         [gap for record in records for gap in record.gaps_s],
     )
-
-
-def _prompt(num_tokens: int, key: tuple[int, ...]) -> list[int]:
-    draws = np.random.default_rng(key)
-    return [int(token) for token in draws.integers(100, 40_000, num_tokens)]
 
 
 def costs_us(samples: Sequence[FrontSample]) -> tuple[float, float]:

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -185,9 +186,8 @@ async def _context(
     with administered_server(models.PACKAGED, *options) as (server, admin, _):
         async with OpenAiClient(server.url, models.PACKAGED, return_token_ids=True) as client:
             for case in cases:
-                for name, sample in (
-                    await _rounds(given, client, admin, prompt, case, advance)
-                ).items():
+                found = await _rounds(given, client, admin, prompt, case, advance)
+                for name, sample in found.items():
                     samples[f"{case.name}.{context}.{name}"] = sample
     return samples
 
@@ -260,17 +260,22 @@ async def run_round(client: OpenAiClient, admin: AdminClient, case: MigrationCas
     calm_from_s = now()
     await asyncio.sleep(WINDOW_S)
     began_s = now()
-    away = await _done(admin, case.ask)
+    away = await done(admin, case.ask)
     ended_s = now()
     await asyncio.sleep(WINDOW_S)
     away_until_s = now()
     page_bytes, copied = _copied(away)
     speed = await asyncio.to_thread(write_bytes_per_s, _TRANSPORT, page_bytes, copied)
-    home = await _done(admin, Return("d0"))
+    home = await done(admin, Return("d0"))
     return Round(away, home, calm_from_s, began_s, ended_s, away_until_s, speed)
 
 
-async def _done(admin: AdminClient, ask: MigrationRequest) -> Migration:
+async def done(admin: AdminClient, ask: MigrationRequest) -> Migration:
+    """Carry out a move and return its final state.
+
+    Raises:
+        UserError: The move is refused, or has failed.
+    """
     migration = await asyncio.to_thread(admin.run, ask)
     if migration.state != "done":
         raise UserError(f"{migration.kind} {migration.state}: {migration.error}")
@@ -391,12 +396,10 @@ async def _batches(given: argparse.Namespace, advance: Callable[[str], None]) ->
             advance("a batch on a small pool")
             for _ in range(given.batch_runs):
                 if passes["after"]:
-                    await asyncio.to_thread(admin.run, Return("d0"))
+                    await done(admin, Return("d0"))
                 passes["before"].append(await run())
                 advance("a batch on a small pool")
-                moved = await asyncio.to_thread(admin.run, MoveLayers("d0", "p0", (10, 20)))
-                if moved.state != "done":
-                    raise UserError(f"layers {moved.state}: {moved.error}")
+                await done(admin, MoveLayers("d0", "p0", (10, 20)))
                 passes["after"].append(await run())
                 advance("the same with ten layers away")
     return _batch_samples(passes["before"], passes["after"])
@@ -426,16 +429,14 @@ async def run_batch(
     output_tokens: int,
 ) -> BatchRun:
     """Send all prompts at once and wait for all answers."""
-    calls = [
-        CompletionCall.exact(str(i), list(prompt), output_tokens)
-        for i, prompt in enumerate(prompts)
-    ]
-    preempted = _preemptions(server)
+    calls = CompletionCall.numbered(prompts, output_tokens)
+    metric = partial(server.metric, instance_id="d0")
+    preempted = metric("vllm:num_preemptions_total")
     began_s = client.clock.now()
     sending = asyncio.gather(*(client.send(call) for call in calls))
     seen: list[float] = []
     while not sending.done():
-        seen.append(await asyncio.to_thread(_running, server))
+        seen.append(await asyncio.to_thread(metric, "vllm:num_requests_running"))
         await asyncio.sleep(_LOOK_S)
     seconds = client.clock.now() - began_s
     records = [one.checked() for one in await sending]
@@ -445,18 +446,10 @@ async def run_batch(
     return BatchRun(
         tokens_per_s=len(calls) * output_tokens / seconds,
         running=sum(busy) / len(busy),
-        preemptions=_preemptions(server) - preempted,
+        preemptions=metric("vllm:num_preemptions_total") - preempted,
         num_blocks=host.num_blocks,
         token_ids=[record.token_ids for record in records],
     )
-
-
-def _running(server: Server) -> float:
-    return server.metric("vllm:num_requests_running", instance_id="d0")
-
-
-def _preemptions(server: Server) -> float:
-    return server.metric("vllm:num_preemptions_total", instance_id="d0")
 
 
 def _batch_samples(before: Sequence[BatchRun], after: Sequence[BatchRun]) -> Samples:

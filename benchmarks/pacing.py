@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +22,7 @@ from banaserve.base.config.serve_config import MINIATURE, parse_pd
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.costs.profile import Profile
-from banaserve.pacing.step_log import PacedStep, StepReader, readers
+from banaserve.pacing.step_log import PacedStep, readers
 from banaserve.sim.request import SimRequest
 from banaserve.sim.system import preset
 from banaserve_bench.loadgen import arrivals
@@ -153,21 +153,16 @@ async def _run(
             told = modelled_time(server.url)
             assert told is not None
             steps, overrun = {}, {}
-            for log in _with_steps(run_dir):
+            for log in readers(run_dir):
                 first = before[log.instance_id]
                 sums = log.sums()
                 steps[log.instance_id] = log.steps(since=first.num_steps)
                 overrun[log.instance_id] = (sums.num_overrun - first.num_overrun) / max(
                     1, sums.num_steps - first.num_steps
                 )
+    if not steps:
+        raise UserError("the server recorded no steps")
     return PacedRun(dilation, records, steps, overrun, told)
-
-
-def _with_steps(run_dir: Path) -> Iterator[StepReader]:
-    found = list(readers(run_dir))
-    if not found:
-        raise UserError(f"the server recorded no steps in {run_dir}")
-    yield from found
 
 
 def figures_of(run: PacedRun, simulated: dict[str, Any]) -> Samples:

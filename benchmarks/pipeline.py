@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     measurement = Measurement("pipeline", given)
     with model_name(given) as model:
         samples, predicted, warm_compute_s = _measure(given, model)
-    set_by = _prefill_of(predicted, warm_compute_s).break_even_bytes_per_s()
+    set_by = replace(predicted, full_compute_s=warm_compute_s).break_even_bytes_per_s()
     figures, raw = _figures(samples, predicted, set_by), _raw(samples, predicted, set_by)
     measurement.deliver(measurement.result(figures, _NOTES, raw=raw))
     return 0
@@ -99,7 +99,9 @@ def _measure(given: argparse.Namespace, name: str) -> tuple[_Prefills, Prefill, 
             _one_run(given, engine, draws, prefix, predicted.break_even_bytes_per_s(), samples)
             progress.advance(task)
     # The bandwidths came from the warm-up; the prediction that counts comes from the runs.
-    predicted = _prefill_of(predicted, median([times.compute_s for times in samples.full]))
+    predicted = replace(
+        predicted, full_compute_s=median([times.compute_s for times in samples.full])
+    )
     return samples, predicted, warm[-1].compute_s
 
 
@@ -206,7 +208,7 @@ def _figures(samples: _Prefills, predicted: Prefill, set_by: float) -> Samples:
     """Return samples and unit of each figure; the factors multiply the bandwidth ``set_by``."""
     full = [times.compute_s for times in samples.full]
     rest = [times.compute_s for times in samples.cached["pipelined", _FACTORS[-1]]]
-    break_evens = [_prefill_of(predicted, s).break_even_bytes_per_s() for s in full]
+    break_evens = [replace(predicted, full_compute_s=s).break_even_bytes_per_s() for s in full]
     equation_12 = [s * (1 - predicted.cached_fraction) for s in full]
     figures = {
         "full_compute": (full, "s"),
@@ -253,10 +255,6 @@ def _raw(samples: _Prefills, predicted: Prefill, set_by: float) -> dict[str, Any
             for times in runs
         ],
     }
-
-
-def _prefill_of(like: Prefill, full_compute_s: float) -> Prefill:
-    return replace(like, full_compute_s=full_compute_s)
 
 
 def _hidden(times: PrefillTimes) -> float:

@@ -172,10 +172,8 @@ async def _run(given: argparse.Namespace, url: str, profile: Profile, seed: int)
         url, f"paced-{profile.name}", return_token_ids=True, read_late=True, clock=clock
     ) as client:
         draws = Random(f"warm {seed}")
-        calls = [
-            CompletionCall.exact(str(n), random_tokens(draws, _WARM_TOKENS), 2)
-            for n in range(2 * given.instances)
-        ]
+        prompts = (random_tokens(draws, _WARM_TOKENS) for _ in range(2 * given.instances))
+        calls = CompletionCall.numbered(prompts, 2)
         for record in await closed_loop(client, calls, len(calls)):
             record.checked()
         made = sessions(given.data, seed, profile.model.max_context_tokens)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, TaskID
+from rich.progress import Progress
 
 from banaserve.base.arguments import positive
 from banaserve.base.errors import UserError
@@ -35,7 +35,6 @@ from benchmarks.measurement import Measurement, parser_of
 
 _PROFILE = "opt-13b-a100"
 _ROUND_TRIPS = Path("rtt/skyplane_rtt_ms.csv.zst")
-_SHOW_AFTER_S = 2.0
 _UNITS = {"ms": "ms", "us": "us", "kib": "KiB"}
 _NOTES = (
     "router_us_N: one choice of load_aware over a cell of N instances; controller_ms_N: one turn "
@@ -132,17 +131,13 @@ Shown = Callable[[float, int], None]
 
 
 def _shown(progress: Progress, setting: CellsSetting) -> Shown:
-    """Return a callback of virtual time, which shows a bar once ``_SHOW_AFTER_S`` have passed."""
-    began_s, name = time.monotonic(), f"{setting.instances} instances"
-    tasks: list[TaskID] = []
+    """Return a callback of virtual time, which shows a bar."""
+    name = f"{setting.instances} instances"
+    task = progress.add_task(name, total=setting.load.duration_s)
 
     def told(now_s: float, num_ended: int) -> None:
-        if not tasks and time.monotonic() - began_s > _SHOW_AFTER_S:
-            tasks.append(progress.add_task(name, total=setting.load.duration_s))
-        for task in tasks:
-            progress.update(
-                task, completed=now_s, description=f"{name}: {num_ended} requests have ended"
-            )
+        words = f"{name}: {num_ended} requests have ended"
+        progress.update(task, completed=now_s, description=words)
 
     return told
 

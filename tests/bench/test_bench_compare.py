@@ -28,8 +28,8 @@ from banaserve_bench.compare.result import (
 from banaserve_bench.compare.systems import REFERENCE, ServerSystem, chosen_systems, known_systems
 from banaserve_bench.loadgen.client import RequestRecord
 from banaserve_bench.report.report import section_of
+from banaserve_bench.results import result
 from banaserve_bench.serving.cell import CellId, Sent
-from banaserve_bench.serving.run import write_whole
 from banaserve_bench.serving.summary import Slo, Summary, summarize
 from banaserve_bench.serving.timeline import InstanceTimeline
 from banaserve_route.policies import registry as replica_policies
@@ -128,7 +128,7 @@ def test_what_is_complete_answers_no_other_question(tmp_path: Path) -> None:
     [mine] = chosen_systems(["mine=--colocated 2"], 2)
     check_folder(given, [mine], [workload])
     folder_of(given, mine, workload)
-    write_whole(kept_path(given, mine, workload), b"{}")
+    result.write_whole(kept_path(given, mine, workload), b"{}")
     check_folder(given, [mine], [workload])
     more = argparse.Namespace(**{**vars(given), "requests": 64})
     with pytest.raises(UserError, match="holds a run with other options"):

@@ -6,7 +6,7 @@ A failure of any kind is a record with ``error``; nothing is dropped and nothing
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -109,6 +109,11 @@ class CompletionCall:
         """Return a greedy call whose answer has ``num_tokens`` tokens on vLLM."""
         more = {"ignore_eos": True, **extra}
         return cls(id, prompt=prompt, max_tokens=num_tokens, extra=more)
+
+    @classmethod
+    def numbered(cls, prompts: Iterable[str | list[int]], num_tokens: int) -> list[Self]:
+        """Return an exact call for each prompt, whose id is its number."""
+        return [cls.exact(str(n), prompt, num_tokens) for n, prompt in enumerate(prompts)]
 
     @property
     def path(self) -> str:

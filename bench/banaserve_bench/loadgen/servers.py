@@ -21,10 +21,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
-from prometheus_client.parser import text_string_to_metric_families
 
 from banaserve.base.errors import UserError
 from banaserve.contracts.environment import engine_environment
+from banaserve_bench.loadgen.metrics_page import fetch, samples_of
 
 LOGS_VARIABLE = "BANASERVE_BENCH_LOGS"
 SHARES_GPU = ("--gpu-memory-utilization", "0.4")
@@ -92,19 +92,10 @@ class Server:
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of the samples of ``name`` that carry ``labels``."""
-        page_of_one = f"{self.url}/metrics?{urllib.parse.urlencode({'name[]': name})}"
-        with urllib.request.urlopen(page_of_one, timeout=30) as page:
-            text = page.read().decode()
-        # Parsing a whole page of a thousand lines would take a while.
-        lines = [line for line in text.splitlines() if line.startswith(name)]
-        samples = (
-            sample
-            for family in text_string_to_metric_families("\n".join([*lines, ""]))
-            for sample in family.samples
-        )
+        page = fetch(f"{self.url}/metrics?{urllib.parse.urlencode({'name[]': name})}")
         return sum(
             one.value
-            for one in samples
+            for one in samples_of(page, name)
             if one.name == name and labels.items() <= one.labels.items()
         )
 

@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
-from rich.table import Table
 
 from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
 from banaserve.base.text.names import check_known
+from banaserve.cli.terminal.console import print_rows
 from banaserve_bench.datasets.items import Dataset, WantedLengths, Words
 from banaserve_bench.loadgen.arrivals import KINDS
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
@@ -66,33 +65,26 @@ _ROWS = (
 )
 
 
-def table(summaries: Sequence[Summary]) -> Table:
-    """Return a table with a column for each load: means over seeds, ± half their 95% interval.
+def summary_rows(summaries: Sequence[Summary]) -> list[list[str]]:
+    """Return a heading with all loads, and a row for each figure that some load has.
 
-    A figure that no load has is left out.
+    Cells are means over seeds, ± half their 95% interval.
     """
     by_load: dict[str, list[Summary]] = {}
     for summary in summaries:
         by_load.setdefault(summary.load_name, []).append(summary)
-    shown = Table(title="mean over seeds, ± half the 95% interval", box=None)
-    shown.add_column("figure")
-    for load in by_load:
-        shown.add_column(load, justify="right")
+    rows = [["mean over seeds, ± half the 95% interval", *by_load]]
     for count in ("requests", "failed", "timed_out"):
         totals = (sum(getattr(one, count) for one in same) for same in by_load.values())
-        shown.add_row(count.replace("_", " "), *map(str, totals))
+        rows.append([count.replace("_", " "), *map(str, totals)])
     for name, metric, factor in _ROWS:
         cells = [
-            _mean([one.metrics[metric] * factor for one in same if metric in one.metrics])
+            interval_text([one.metrics[metric] for one in same if metric in one.metrics], factor)
             for same in by_load.values()
         ]
         if any(cell != NO_VALUE for cell in cells):
-            shown.add_row(name, *cells)
-    return shown
-
-
-def _mean(values: Sequence[float]) -> str:
-    return interval_text(values) if values else NO_VALUE
+            rows.append([name, *cells])
+    return rows
 
 
 _NOTES = (
@@ -113,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"{given.dataset} says not when requests arrive: give another --arrival")
     folder = RunFolder(given.out, {**_options(given), "url": target.url, "model": target.model})
     summaries = _run(given, plan, target, dataset, folder)
-    Console().print(table(summaries))
+    print_rows(summary_rows(summaries), {})
     print(f"records and result: {given.out}")
     return 0
 
@@ -155,16 +147,10 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
 def _add_requests(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--dataset", default="alpaca-like", help="name or file")
-    add("--data", type=Path, help="file or folder of a named dataset, or hub")
-    add("--prompt-tokens", type=int, default=256, help="mean, of made-up prompts")
-    add("--output-tokens", type=int, help="of every answer (default: as the data say)")
+    add_lengths(parser)
     add("--range-fraction", type=float, default=0.0, help="spread of random lengths")
-    add("--prefix-tokens", type=int, default=1000, help="of shared-prefix")
-    add("--prefixes", type=int, default=1, help="different ones, of shared-prefix")
-    add("--sessions", type=int, default=8, help="chats at once, of multi-turn")
     add("--trace-block-tokens", type=int, default=512, help="tokens a hash id stands for")
     add("--max-prompt-tokens", type=int, help="cut longer prompts")
-    add("--max-output-tokens", type=int, help="cut longer answers")
     add("--send", choices=("tokens", "text"), default="tokens", help="made-up prompts")
     add(
         "--no-exact-output",
@@ -173,12 +159,26 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_lengths(parser: argparse.ArgumentParser) -> None:
+    """Add the options of data and lengths that ``bench compare`` has, too."""
+    add = parser.add_argument
+    add("--data", type=Path, help="file or folder of a named dataset, or hub")
+    add("--prompt-tokens", type=int, default=256, help="mean, of made-up prompts")
+    add("--output-tokens", type=int, help="of every answer (default: as the data say)")
+    add("--max-output-tokens", type=int, help="cut longer answers")
+    add("--prefix-tokens", type=int, default=1000, help="of shared-prefix")
+    add("--prefixes", type=int, default=1, help="different ones, of shared-prefix")
+    add("--sessions", type=int, default=8, help="chats at once, of multi-turn")
+    add("--slo-ttft", type=float, metavar="S", help="for goodput")
+    add("--slo-tpot", type=float, metavar="S", help="for goodput")
+
+
 def _add_load(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--rps", type=_numbers, help="requests a second: one, or several such as 1,2,4")
+    add("--rps", type=numbers, help="requests a second: one, or several such as 1,2,4")
     add("--arrival", help=f"{', '.join(KINDS)} (poisson with --rps, else closed)")
     add("--variation", type=float, default=2.0, help="coefficient of, of gamma arrivals")
-    add("--concurrency", type=_numbers, default=(8,), help="of closed: requests under way")
+    add("--concurrency", type=numbers, default=(8,), help="of closed: requests under way")
     add("--requests", type=int, help="of each cell (default: those of --warmup and --duration)")
     add("--duration", type=float, default=60.0, metavar="S", help="measured")
     add(
@@ -187,12 +187,10 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds of requests that are sent before and not counted (10; 0 with --requests)",
     )
-    add("--seeds", type=_whole, default=(0,), help="such as 0,1,2,3,4")
-    add("--slo-ttft", type=float, metavar="S", help="for goodput")
-    add("--slo-tpot", type=float, metavar="S", help="for goodput")
+    add("--seeds", type=whole_numbers, default=(0,), help="such as 0,1,2,3,4")
 
 
-def _numbers(text: str) -> tuple[float, ...]:
+def numbers(text: str) -> tuple[float, ...]:
     try:
         values = tuple(float(word) for word in text.split(","))
     except ValueError:
@@ -202,7 +200,7 @@ def _numbers(text: str) -> tuple[float, ...]:
     return values
 
 
-def _whole(text: str) -> tuple[int, ...]:
+def whole_numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in text.split(","))
     except ValueError:

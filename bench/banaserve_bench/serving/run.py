@@ -123,14 +123,9 @@ class RunFolder:
             raise UserError(f"{self.path} is damaged ({error}): give another --out") from error
 
     def keep(self, cell: CellId, summary: Summary) -> None:
-        write_whole(self.path / "summaries" / f"{cell.name}.json", msgspec.json.encode(summary))
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that is there as a whole or not at all, whenever this process ends."""
-    scratch = path.with_suffix(".new")
-    scratch.write_bytes(data)
-    scratch.replace(path)
+        result.write_whole(
+            self.path / "summaries" / f"{cell.name}.json", msgspec.json.encode(summary)
+        )
 
 
 async def run_cells(
