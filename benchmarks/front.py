@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from rich.progress import Progress
 
 from banaserve.base.arguments import positive
 from banaserve.base.models import miniature
@@ -27,7 +26,7 @@ from banaserve_bench.loadgen.loops import closed_loop
 from banaserve_bench.loadgen.servers import Server, banaserve_server, vllm_server
 from banaserve_bench.results.result import Result
 from banaserve_bench.results.statistics import paired_ratios, percentile
-from benchmarks.measurement import Measurement, Samples, parser_of, random_tokens
+from benchmarks.measurement import Measurement, Samples, parser_of, progress_of, random_tokens
 
 _NAME = "miniature"
 _CONTEXT_TOKENS = 1024
@@ -87,18 +86,17 @@ async def _measure(given: argparse.Namespace, measurement: Measurement) -> Resul
     systems = [given.system] if given.system != "all" else list(_SYSTEMS)
     samples: FrontSamples = {}
     record: Result
-    with contextlib.ExitStack() as stack, Progress(transient=True) as progress:
-        task = progress.add_task("starting servers", total=None)
+    with contextlib.ExitStack() as stack:
+        advance = stack.enter_context(progress_of(1 + given.runs, "starting servers"))
         plain = vllm_server(model.path_or_id, _NAME, *_SAME, *_KV, "--enforce-eager")
         servers = {_VLLM: stack.enter_context(plain)}
         for name in systems:
             started = banaserve_server(model.path_or_id, *_SYSTEMS[name], *_OURS, *_KV)
             servers[name] = stack.enter_context(started)
-        progress.update(task, total=1 + given.runs, description="warming up")
         for server in servers.values():
             await _pass(server, given.prompt_tokens, min(64, max(given.streams)), _SHORT, 0)
         for run in range(1, given.runs + 1):
-            progress.update(task, advance=1, description=f"run {run} of {given.runs}")
+            advance(f"run {run} of {given.runs}")
             names = list(servers) if run % 2 else list(reversed(servers))
             for streams in given.streams:
                 for tokens in (_SHORT, _LONG):

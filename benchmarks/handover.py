@@ -15,7 +15,6 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from rich.progress import Progress
 from tokenizers import Tokenizer
 
 from banaserve.base import models
@@ -26,7 +25,7 @@ from banaserve_bench.loadgen.loops import closed_loop
 from banaserve_bench.loadgen.servers import Server, banaserve_server, vllm_server
 from banaserve_bench.results.statistics import median, paired_ratios
 from banaserve_bench.serving.summary import tpot_s
-from benchmarks.measurement import Measurement, Samples, model_of, parser_of
+from benchmarks.measurement import Measurement, Samples, model_of, parser_of, progress_of
 
 _SAME = ("--dtype", "float32", "--kv-cache-memory-bytes", str(1 << 30))
 """Options of both servers; float32, so that their answers can be compared token by token."""
@@ -83,8 +82,8 @@ async def _measure(
     """Return the runs, on vLLM's server and on ours, and how the counts of ours grew."""
     model = model_of(options.model)
     prompts = _prompts(options, model.path_or_id)
-    with contextlib.ExitStack() as stack, Progress(transient=True) as progress:
-        task = progress.add_task("starting two servers", total=1 + 2 * options.runs)
+    with contextlib.ExitStack() as stack:
+        advance = stack.enter_context(progress_of(1 + options.runs, "starting two servers"))
         plain = stack.enter_context(
             vllm_server(model.path_or_id, model.served_name, *_SAME, "--enforce-eager")
         )
@@ -93,15 +92,13 @@ async def _measure(
         warm_up = prompts.pop()
         for server in (plain, apart):
             await _run(server, model.served_name, warm_up, options)
-        progress.advance(task)
         runs: list[tuple[HandoverRun, HandoverRun]] = []
         before = _counts(apart)
         for number, batch in enumerate(prompts):
-            progress.update(task, description=f"run {number + 1} of {options.runs}")
+            advance(f"run {number + 1} of {options.runs}")
             pair: list[HandoverRun] = []
             for server in (plain, apart) if number % 2 else (apart, plain):
                 pair.append(await _run(server, model.served_name, batch, options))
-                progress.advance(task)
             runs.append((pair[0], pair[1]) if number % 2 else (pair[1], pair[0]))
         after = _counts(apart)
     return runs, {name: after[name] - before[name] for name in after}

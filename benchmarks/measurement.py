@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
 
 from banaserve.base import models
 from banaserve.base.arguments import Parser
@@ -119,6 +122,22 @@ def administered_server(model: str, *options: str) -> Iterator[tuple[Server, Adm
 def model_of(name: str) -> models.ResolvedModel:
     """Return the model of this name, and print what is done to get it."""
     return models.resolve(name, None, lambda line: print(line, flush=True))
+
+
+def with_units(samples: Mapping[str, list[float]], units: Mapping[str, str]) -> Samples:
+    """Return samples, each with the unit of the first part of its name that is in ``units``."""
+    return {
+        name: (found, next(unit for part, unit in units.items() if part in name))
+        for name, found in samples.items()
+    }
+
+
+@contextmanager
+def progress_of(num_parts: int, words: str) -> Iterator[Callable[[str], None]]:
+    """Show a bar; yield a function that ends a part and shows the words for the next one."""
+    with Progress(transient=True, console=Console(stderr=True)) as progress:
+        task = progress.add_task(words, total=num_parts)
+        yield lambda words: progress.update(task, advance=1, description=words)
 
 
 def random_tokens(draws: random.Random, count: int) -> list[int]:

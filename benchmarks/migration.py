@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.progress import Progress
 
 from banaserve.base import models
 from banaserve.base.arguments import positive
@@ -49,6 +48,7 @@ from benchmarks.measurement import (
     Samples,
     administered_server,
     parser_of,
+    progress_of,
     random_tokens,
 )
 
@@ -148,14 +148,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 async def _measure(given: argparse.Namespace) -> Samples:
     plan = [(context, _cases(given, number)) for number, context in enumerate(given.contexts)]
     samples: Samples = {}
-    with Progress(transient=True) as progress:
-        total = sum(len(cases) for _, cases in plan) * given.runs
-        total += (2 * given.batch_runs + 1) * bool(given.batch_requests)
-        task = progress.add_task("starting", total=total)
-
-        def advance(what: str) -> None:
-            progress.update(task, description=what, advance=1)
-
+    total = sum(len(cases) for _, cases in plan) * given.runs
+    total += (2 * given.batch_runs + 1) * bool(given.batch_requests)
+    with progress_of(total, "starting") as advance:
         for context, cases in plan:
             samples |= await _context(given, context, cases, advance)
         if given.batch_requests:

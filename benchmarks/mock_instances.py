@@ -33,7 +33,7 @@ from banaserve.frontdoor.admin_client import AdminClient, Ask, OperationClient
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve_bench.loadgen.servers import Server, command_server
 from benchmarks.location import ROOT
-from benchmarks.measurement import Measurement, parser_of
+from benchmarks.measurement import Measurement, parser_of, with_units
 
 _MOCKS = ROOT / "tests" / "mock_engine"
 _FEW = 2
@@ -47,6 +47,14 @@ _NOTES = (
     "client, front door, store and cores share the processors of one machine",
     f"memory an instance: beside a server of {_FEW} instances",
 )
+_UNITS = {
+    "_per_s": "1/s",
+    "_fraction": "ratio",
+    "_mb": "MB",
+    "_streams": "count",
+    "_lost": "count",
+    "_s": "s",
+}
 MockSamples = dict[str, list[float]]
 """Samples by figure, one for each run."""
 
@@ -68,14 +76,8 @@ def main(argv: Sequence[str]) -> int:
         shown = {name: round(found[-1], 3) for name, found in samples.items()}
         print(f"run {number}: {shown}", flush=True)
     lost = sum(sum(samples[f"{name}_lost"]) for name in ("load", "restart", "scale_down"))
-    figures = {name: (found, _unit(name)) for name, found in samples.items()}
-    measurement.deliver(measurement.result(figures, _NOTES))
+    measurement.deliver(measurement.result(with_units(samples, _UNITS), _NOTES))
     return int(lost > 0)
-
-
-def _unit(name: str) -> str:
-    units = {"_per_s": "1/s", "_s": "s", "_mb": "MB", "_fraction": "ratio"}
-    return next((unit for end, unit in units.items() if name.endswith(end)), "count")
 
 
 @contextlib.contextmanager

@@ -19,7 +19,6 @@ from math import isnan
 from typing import Any
 
 import numpy as np
-from rich.progress import Progress
 
 from banaserve.base import models
 from banaserve.base.arguments import positive
@@ -27,7 +26,14 @@ from banaserve.base.errors import UserError
 from banaserve_bench.results.statistics import median, paired_ratios
 from benchmarks.drivers.layer_pipeline import Prefill, hidden_fraction, pipeline
 from benchmarks.drivers.traced_engine import TracedEngine, traced_engine
-from benchmarks.measurement import Measurement, Samples, model_of, parser_of, random_tokens
+from benchmarks.measurement import (
+    Measurement,
+    Samples,
+    model_of,
+    parser_of,
+    progress_of,
+    random_tokens,
+)
 from benchmarks.random_model import SIZES, random_weights
 
 _FACTORS = (0.2, 0.4, 0.6, 0.8, 1.25, 2.0, 4.0)
@@ -86,8 +92,10 @@ def _measure(given: argparse.Namespace, name: str) -> tuple[_Prefills, Prefill, 
     """Return the samples, the prediction, and the computing time that set the bandwidths."""
     model = model_of(name)
     draws = random.Random(given.seed)
-    with traced_engine(model.path_or_id, "512MiB") as engine, Progress(transient=True) as progress:
-        task = progress.add_task("measuring", total=given.runs)
+    with (
+        traced_engine(model.path_or_id, "512MiB") as engine,
+        progress_of(given.runs, "measuring") as advance,
+    ):
         warm = [
             times_of(engine.prefill(_tokens(draws, given.blocks, engine))) for _ in range(_WARM_UPS)
         ]
@@ -97,7 +105,7 @@ def _measure(given: argparse.Namespace, name: str) -> tuple[_Prefills, Prefill, 
         samples = _Prefills([], {(way, f): [] for f in _FACTORS for way in _WAYS})
         for _ in range(given.runs):
             _one_run(given, engine, draws, prefix, predicted.break_even_bytes_per_s(), samples)
-            progress.advance(task)
+            advance("measuring")
     # The bandwidths came from the warm-up; the prediction that counts comes from the runs.
     predicted = replace(
         predicted, full_compute_s=median([times.compute_s for times in samples.full])

@@ -19,15 +19,20 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.progress import Progress
-
 from banaserve.base import models
 from banaserve.base.arguments import positive
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve_bench.loadgen.servers import SHARES_GPU, Server, banaserve_server, wait_until
 from banaserve_bench.results import result
 from banaserve_bench.results.statistics import paired_ratios
-from benchmarks.measurement import Measurement, Samples, model_of, parser_of, random_tokens
+from benchmarks.measurement import (
+    Measurement,
+    Samples,
+    model_of,
+    parser_of,
+    progress_of,
+    random_tokens,
+)
 from benchmarks.pipeline import model_name
 from benchmarks.random_model import SIZES
 
@@ -91,11 +96,9 @@ async def _measure(
         }
         for _ in range(given.runs)
     ]
-    with Progress(transient=True) as progress:
-        task = progress.add_task("writing prefixes to SSD", total=1 + given.runs)
+    with progress_of(1 + given.runs, "writing prefixes to SSD") as advance:
         with _stored(name, folder) as server:
             await _write(server, model.served_name, [p for run in prefixes for p in run.values()])
-        progress.advance(task)
         with (
             banaserve_server(name, *_same(), "--no-kv-store") as plain,
             _stored(name, folder) as stored,
@@ -105,14 +108,13 @@ async def _measure(
                 prompt = random_tokens(random.Random(-1), _WARM_UP_TOKENS)
                 await _ttft_s(server, model.served_name, prompt)
             for number, run in enumerate(prefixes):
-                progress.update(task, description=f"run {number + 1} of {given.runs}")
+                advance(f"run {number + 1} of {given.runs}")
                 asked = [(case.name, stored, run.get(case.percent, [])) for case in _CASES]
                 asked.insert(number % 2 * len(asked), (_RECOMPUTE, plain, []))
                 for case_name, server, prefix in asked:
                     rest = random_tokens(draws, given.prompt_tokens - len(prefix))
                     ttft_s = await _ttft_s(server, model.served_name, prefix + rest)
                     found[case_name].append(ttft_s)
-                progress.advance(task)
             counts = _counts(stored)
     return found, counts
 

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-
-from rich.progress import Progress
 
 from banaserve.base.arguments import positive
 from banaserve.base.errors import UserError
@@ -41,7 +39,7 @@ from banaserve_bench.loadgen.servers import (
 )
 from banaserve_bench.results import result
 from banaserve_bench.results.statistics import median
-from benchmarks.measurement import Measurement, Samples, model_of, parser_of
+from benchmarks.measurement import Measurement, Samples, model_of, parser_of, progress_of
 from benchmarks.migration import done
 from benchmarks.random_model import SIZES, random_weights
 
@@ -95,13 +93,9 @@ def main(argv: Sequence[str]) -> int:
 async def _measure(options: argparse.Namespace) -> tuple[Seen, Seen]:
     """Return what vLLM's own server answered, and what ours did."""
     environment = _ON_GPU if options.on_gpu else {}
-    with _model(options) as (path, shape), Progress(transient=True) as progress:
+    with _model(options) as (path, shape), contextlib.ExitStack() as stack:
         orders = list(_orders(shape))
-        task = progress.add_task("plain vLLM answers", total=3 + len(orders))
-
-        def tell(what: str) -> None:
-            progress.update(task, advance=1, description=what)
-
+        tell = stack.enter_context(progress_of(3 + len(orders), "plain vLLM answers"))
         same = (
             *("--dtype", options.dtype, "--kv-cache-memory-bytes", str(options.kv_mib << 20)),
             *("--max-model-len", "2048", "--enforce-eager"),
@@ -203,14 +197,14 @@ def _orders(shape: Shape) -> Iterator[MigrationRequest]:
         yield MoveExperts("d0", "p0", dict.fromkeys(range(first, last), half))
 
 
-@contextmanager
+@contextlib.contextmanager
 def _model(options: argparse.Namespace) -> Iterator[tuple[str, Shape]]:
     """Yield a folder with the model, and its shape; random weights are removed afterwards."""
     from transformers import AutoConfig
 
-    weights: AbstractContextManager[str] = random_weights(options.size, options.dtype)
+    weights: contextlib.AbstractContextManager[str] = random_weights(options.size, options.dtype)
     if options.model:
-        weights = nullcontext(model_of(options.model).path_or_id)
+        weights = contextlib.nullcontext(model_of(options.model).path_or_id)
     with weights as path:
         config = AutoConfig.from_pretrained(path)
         experts = ("num_experts", "num_local_experts", "n_routed_experts")

@@ -38,7 +38,7 @@ from benchmarks.elastic_cpu.loads import (
     conversations,
     opened,
 )
-from benchmarks.elastic_cpu.systems import Setup, SystemUnderTest, alone, empty_caches, systems
+from benchmarks.elastic_cpu.systems import SystemUnderTest, alone, empty_caches, systems
 from benchmarks.measurement import Measurement, model_of, parser_of
 
 _KV_BYTES = 1 << 30
@@ -71,13 +71,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return given
 
 
-def _setup(given: argparse.Namespace, model: models.ResolvedModel) -> Setup:
+def _same(given: argparse.Namespace) -> list[str]:
     same = ["--kv-cache-memory-bytes", str(_KV_BYTES)]
     if given.eager:
         same.append("--enforce-eager")
     if given.dtype != "auto":
         same += ["--dtype", given.dtype]
-    return Setup(model, tuple(same), tuple(given.serve_option), given.routers)
+    return same
 
 
 async def _measure(given: argparse.Namespace, measurement: Measurement) -> None:
@@ -91,7 +91,7 @@ async def _measure(given: argparse.Namespace, measurement: Measurement) -> None:
     say("starting one banaserve, two vLLM servers and two balancers")
     samples: dict[tuple[str, str], list[LoadSample]] = defaultdict(list)
     loads = {name: LOADS[name].shortened() if given.quick else LOADS[name] for name in given.load}
-    with systems(_setup(given, model)) as running:
+    with systems(model, _same(given), given.serve_option, given.routers) as running:
         rates = {}
         for name, load in loads.items():
             rates[name] = await _warm(given, name, load, running, words, model.served_name)

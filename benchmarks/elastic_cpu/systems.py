@@ -42,22 +42,6 @@ _RESET_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
-    """Model and options of the systems to start.
-
-    Attributes:
-        same: Options of every engine.
-        serve_options: Options of banaserve, in addition to ``same``.
-        routers: Folder of other routers' environments; None takes ``banaserve route``.
-    """
-
-    model: ResolvedModel
-    same: tuple[str, ...]
-    serve_options: tuple[str, ...]
-    routers: Path | None
-
-
-@dataclass(frozen=True, slots=True)
 class SystemUnderTest:
     """A system that runs; ``plain`` are the vLLM servers below it, whose caches are emptied."""
 
@@ -128,31 +112,36 @@ def alone(one: SystemUnderTest, all_of_them: Iterable[SystemUnderTest]) -> Itera
 
 
 @contextlib.contextmanager
-def systems(setup: Setup) -> Iterator[Mapping[str, SystemUnderTest]]:
+def systems(
+    model: ResolvedModel, same: Sequence[str], serve_options: Sequence[str], routers: Path | None
+) -> Iterator[Mapping[str, SystemUnderTest]]:
     """Start all systems.
+
+    Args:
+        same: Options of every engine.
+        serve_options: Options of banaserve, in addition to ``same``.
+        routers: Folder of other routers' environments; None takes ``banaserve route``.
 
     Raises:
         UserError: A system does not start.
     """
-    model, found = setup.model, {}
+    found = {}
     with contextlib.ExitStack() as stack:
         ours = banaserve_server(
             model.served_name,
             *("--instances", str(NUM_INSTANCES), "--elastic", "--threads-per-instance", "1"),
-            *setup.same,
-            *setup.serve_options,
+            *same,
+            *serve_options,
         )
         found[OURS] = SystemUnderTest(OURS, stack.enter_context(ours))
         plain = tuple(
             stack.enter_context(
-                vllm_server(
-                    model.path_or_id, model.served_name, *setup.same, environment=EMPTIES_CACHES
-                )
+                vllm_server(model.path_or_id, model.served_name, *same, environment=EMPTIES_CACHES)
             )
             for _ in range(NUM_INSTANCES)
         )
         for name, policy in _POLICIES.items():
-            command = _balancer(setup.routers, policy, [server.url for server in plain])
+            command = _balancer(routers, policy, [server.url for server in plain])
             balancer = stack.enter_context(command_server(command, name))
             found[name] = SystemUnderTest(name, Balanced(balancer, plain), plain)
         yield found

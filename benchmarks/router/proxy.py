@@ -15,7 +15,7 @@ from collections import defaultdict
 
 from banaserve_bench.loadgen.servers import Server, command_server, route_command, wait_until
 from banaserve_bench.results.statistics import paired_ratios, percentile
-from benchmarks.measurement import Samples
+from benchmarks.measurement import Samples, with_units
 from benchmarks.router import load
 from benchmarks.router.peers import PEERS, peer_command
 from benchmarks.router.replica import NUM_PARTS
@@ -53,7 +53,7 @@ def figures(options: argparse.Namespace) -> tuple[Samples, list[str]]:
             samples["direct_p99_ms"].append(direct_ms)
             for name, server in servers.items():
                 _sample(name, server, options, run, direct_ms, samples)
-    found = {name: (each, _unit(name)) for name, each in samples.items()}
+    found = with_units(samples, {"_us": "us", "_ms": "ms"})
     ours = f"banaserve_{options.policy}"
     for kind, named in (("request", "request"), ("part", "chunk")):
         if (theirs := samples.get(f"vllm-router_cpu_{kind}_us")) is not None:
@@ -80,10 +80,6 @@ def _commands(options: argparse.Namespace, urls: list[str]) -> dict[str, list[st
     for name in PEERS:
         made[name] = peer_command(options.peers, name, "round_robin", urls)
     return made
-
-
-def _unit(name: str) -> str:
-    return name.rpartition("_")[2]
 
 
 def _warm(url: str, options: argparse.Namespace) -> None:
