@@ -203,17 +203,15 @@ def _arguments(record: Result) -> str:
 
 
 def _contents(records: Sequence[tuple[Path, Result]], stale_paths: Collection[Path] | None) -> str:
-    lines = ["| Result | Question | Date | Code since |", "| --- | --- | --- | --- |"]
+    table = [["Result", "Question", "Date", "Code since"]]
     for path, record in records:
         title = _title(path)
         date = f"{record.started_at:%Y-%m-%d}"
         state = "unknown: the history is not whole"
         if stale_paths is not None:
             state = "changed: stale" if path in stale_paths else "the same"
-        lines.append(
-            f"| [{title}](#{_anchor(title)}) | {asked(record).question} | {date} | {state} |"
-        )
-    return "\n".join(lines)
+        table.append([f"[{title}](#{_anchor(title)})", asked(record).question, date, state])
+    return tables.as_markdown(table)
 
 
 def _section(path: Path, record: Result, is_stale: bool) -> str:

@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from docs.check import ROOT
+from docs.repository.findings import ROOT
 
 RECORD = ROOT / "docs" / "models.json"
 PAGE = ROOT / "docs" / "models.md"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from docs.check import ROOT
+from docs.repository.findings import ROOT
 
 RECORD = ROOT / "docs" / "null-gpu.json"
 PAGE = ROOT / "docs" / "null-gpu.md"

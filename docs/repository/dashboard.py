@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from docs import reference
-from docs.check import ROOT
-from docs.repository.findings import Finding, at, too_few
+from docs.repository.findings import ROOT, Finding, at, too_few
 
 PATH = ROOT / "docker" / "grafana" / "dashboards" / "banaserve.json"
 DASHBOARD: dict[str, Any] = json.loads(PATH.read_text())

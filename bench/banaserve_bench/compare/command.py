@@ -56,7 +56,7 @@ from banaserve_bench.loadgen.modelled_time import StretchedClock, modelled_time
 from banaserve_bench.loadgen.servers import Running, balanced_servers, banaserve_server
 from banaserve_bench.report.report import write_report
 from banaserve_bench.results import result
-from banaserve_bench.serving.cell import CellId, Progress
+from banaserve_bench.serving.cell import CellId, Ended
 from banaserve_bench.serving.command import summary_rows
 from banaserve_bench.serving.run import run_cells, stopped_by_signals
 from banaserve_bench.serving.timeline import decisions_of, watched
@@ -236,15 +236,14 @@ async def _one(
     lacking = [cell for cell in workload.plan.cells() if folder.summary(cell) is None]
     before_s, began_s = server.cpu_s(), time.time()
 
-    def begin(cell: CellId, count: int) -> None:
+    def begin(cell: CellId, count: int) -> Ended:
         if start is not None:
             start.restore()
         print(f"  {cell.name}: {count} requests", flush=True)
+        return lambda num_ended, num_failed: None
 
     async with watched(server.url, client.clock) as timeline:
-        cells = await run_cells(
-            workload.plan, client, workload.dataset, folder, Progress(), begin=begin
-        )
+        cells = await run_cells(workload.plan, client, workload.dataset, folder, begin)
     cpu_s = server.cpu_s() - before_s
     found = await _answers(client, _checked_calls(given, workload))
     equal = sum(a == b for a, b in zip(found, reference[workload.name], strict=True))

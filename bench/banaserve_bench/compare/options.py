@@ -12,23 +12,12 @@ from banaserve.base.config.serve_config import MINIATURE
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve_bench.compare.result import Workload
-from banaserve_bench.datasets.items import Dataset, WantedLengths, Words
-from banaserve_bench.serving.command import add_lengths, numbers, whole_numbers
+from banaserve_bench.datasets.items import Dataset, Words
+from banaserve_bench.serving.command import add_lengths, numbers, wanted_lengths, whole_numbers
 from banaserve_bench.serving.run import ServingPlan
 from banaserve_bench.serving.summary import Slo
 
 _MAX_PROMPT_TOKENS = 4000
-
-
-def parse(argv: Sequence[str], about: str | None) -> argparse.Namespace:
-    """Return the options; ``profile`` is None where time is real.
-
-    Raises:
-        UserError: An option is invalid, or the profile does not exist.
-    """
-    given = make_parser(about).parse_args(list(argv))
-    given.workload = given.workload or ["shared-prefix", "multi-turn", "random"]
-    return _checked(given)
 
 
 def make_parser(about: str | None = None) -> Parser:
@@ -63,7 +52,14 @@ def make_parser(about: str | None = None) -> Parser:
     return parser
 
 
-def _checked(given: argparse.Namespace) -> argparse.Namespace:
+def parse(argv: Sequence[str], about: str | None) -> argparse.Namespace:
+    """Return the options; ``profile`` is None where time is real.
+
+    Raises:
+        UserError: An option is invalid, or the profile does not exist.
+    """
+    given = make_parser(about).parse_args(list(argv))
+    given.workload = given.workload or ["shared-prefix", "multi-turn", "random"]
     given.profile = None
     if given.pace is not None:
         if given.model is not None:
@@ -139,17 +135,8 @@ def workloads(
 
 def _dataset(given: argparse.Namespace, name: str, words: Words) -> Dataset:
     context = given.profile.model.max_context_tokens if given.profile else None
-    wanted = WantedLengths(
-        dataset=name,
-        data=given.data,
-        prompt_tokens=given.prompt_tokens,
-        prefix_tokens=given.prefix_tokens,
-        num_prefixes=given.prefixes,
-        sessions=given.sessions,
-        output_tokens=given.output_tokens,
-        range_fraction=0.5,
-        max_output_tokens=given.max_output_tokens,
-        max_prompt_tokens=None if context else _MAX_PROMPT_TOKENS,
-        context_tokens=context,
+    most = None if context else _MAX_PROMPT_TOKENS
+    wanted = wanted_lengths(
+        given, name, range_fraction=0.5, max_prompt_tokens=most, context_tokens=context
     )
     return Dataset(wanted, words)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple, Self
 
@@ -101,11 +101,8 @@ class CellFile:
             self._part.replace(self._whole)
 
 
-class Progress:
-    """Receiver of a cell's progress; this base class ignores it."""
-
-    def ended(self, num_ended: int, num_failed: int) -> None:
-        """Take the number of requests that have ended so far, and of the failed ones among them."""
+Ended = Callable[[int, int], None]
+"""Receiver of the number of requests that have ended, and of the failed ones among them."""
 
 
 async def run_cell(
@@ -117,7 +114,7 @@ async def run_cell(
     warm_up_s: float,
     exact_output: bool,
     keep: CellFile,
-    progress: Progress,
+    ended: Ended,
 ) -> CellRun:
     """Send ``items`` and record the outcome of each; return when all have ended.
 
@@ -139,7 +136,7 @@ async def run_cell(
         num_failed += record.error is not None
         keep.add(sent)
         if record.error != INTERRUPTED:
-            progress.ended(len(found), num_failed)
+            ended(len(found), num_failed)
 
     began_cpu_s, began_s = time.process_time(), time.monotonic()
     if arrivals_s is None:

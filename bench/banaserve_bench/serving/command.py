@@ -17,12 +17,18 @@ import argparse
 import asyncio
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
@@ -37,7 +43,7 @@ from banaserve_bench.loadgen.target import ServerUnderTest, find_target, load_to
 from banaserve_bench.results import result
 from banaserve_bench.results.figure_text import NO_VALUE, interval_text
 from banaserve_bench.results.result import ModelledTime
-from banaserve_bench.serving.cell import CellId, Progress
+from banaserve_bench.serving.cell import CellId, Ended
 from banaserve_bench.serving.run import (
     RunFolder,
     ServingPlan,
@@ -231,20 +237,29 @@ def _plan(given: argparse.Namespace) -> ServingPlan:
 
 
 def _wanted(given: argparse.Namespace, target: ServerUnderTest) -> WantedLengths:
+    return wanted_lengths(
+        given,
+        given.dataset,
+        range_fraction=given.range_fraction,
+        trace_block_tokens=given.trace_block_tokens,
+        max_prompt_tokens=given.max_prompt_tokens,
+        context_tokens=target.context_tokens,
+        as_text=given.send == "text",
+    )
+
+
+def wanted_lengths(given: argparse.Namespace, dataset: str, **more: Any) -> WantedLengths:
+    """Return what the options of ``add_lengths`` say, and ``more``."""
     return WantedLengths(
-        dataset=given.dataset,
+        dataset=dataset,
         data=given.data,
         prompt_tokens=given.prompt_tokens,
         output_tokens=given.output_tokens,
-        range_fraction=given.range_fraction,
         prefix_tokens=given.prefix_tokens,
         num_prefixes=given.prefixes,
         sessions=given.sessions,
-        trace_block_tokens=given.trace_block_tokens,
-        max_prompt_tokens=given.max_prompt_tokens,
         max_output_tokens=given.max_output_tokens,
-        context_tokens=target.context_tokens,
-        as_text=given.send == "text",
+        **more,
     )
 
 
@@ -321,12 +336,11 @@ async def _measure(
             await try_out(
                 client, CompletionCall("first", prompt=first.prompt, max_tokens=1, extra=extra)
             )
-            shown = _Shown(bar)
-            await run_cells(plan, client, dataset, folder, shown, shown.begin)
+            await run_cells(plan, client, dataset, folder, partial(_shown, bar))
 
 
-def _bar() -> Bar:
-    return Bar(
+def _bar() -> Progress:
+    return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
@@ -335,18 +349,11 @@ def _bar() -> Bar:
     )
 
 
-class _Shown(Progress):
-    """Progress shown as a bar for each cell."""
+def _shown(bar: Progress, cell: CellId, count: int) -> Ended:
+    task = bar.add_task(cell.name, total=count)
 
-    def __init__(self, bar: Bar) -> None:
-        self._bar = bar
-        self._name = ""
-        self._task = bar.add_task("", total=None, visible=False)
-
-    def begin(self, cell: CellId, count: int) -> None:
-        self._name = cell.name
-        self._task = self._bar.add_task(self._name, total=count)
-
-    def ended(self, num_ended: int, num_failed: int) -> None:
+    def ended(num_ended: int, num_failed: int) -> None:
         failed = f", {num_failed} failed" if num_failed else ""
-        self._bar.update(self._task, completed=num_ended, description=f"{self._name}{failed}")
+        bar.update(task, completed=num_ended, description=f"{cell.name}{failed}")
+
+    return ended

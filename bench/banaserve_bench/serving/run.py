@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +24,7 @@ from banaserve_bench.datasets.items import Dataset, Item
 from banaserve_bench.loadgen.arrivals import arrival_times_s
 from banaserve_bench.loadgen.client import OpenAiClient
 from banaserve_bench.results import result
-from banaserve_bench.serving.cell import CellFile, CellId, Progress, run_cell
+from banaserve_bench.serving.cell import CellFile, CellId, Ended, run_cell
 from banaserve_bench.serving.summary import Slo, Summary, summarize, unit_of
 
 
@@ -133,13 +133,13 @@ async def run_cells(
     client: OpenAiClient,
     dataset: Dataset,
     folder: RunFolder,
-    progress: Progress,
-    begin: Any = lambda cell, count: None,
+    begin: Callable[[CellId, int], Ended],
 ) -> list[Summary]:
     """Run the cells that ``folder`` lacks; return the figures of all.
 
     Args:
-        begin: Callback with each cell and its number of requests, before the cell runs.
+        begin: Callback with each cell and its number of requests, before the cell runs; returns
+            the receiver of the cell's progress.
 
     Raises:
         UserError: Every request of a cell failed, or none came after the warm-up; the records are
@@ -150,8 +150,8 @@ async def run_cells(
     for cell in plan.cells():
         summary = folder.summary(cell)
         if summary is None:
-            begin(cell, plan.count(cell))
-            summary = await _run_one(plan, cell, client, dataset, folder, progress)
+            ended = begin(cell, plan.count(cell))
+            summary = await _run_one(plan, cell, client, dataset, folder, ended)
             if not summary.requests:
                 raise UserError(
                     f"all {summary.warm_up_requests} requests of {cell.name} were sent in the "
@@ -190,7 +190,7 @@ async def _run_one(
     client: OpenAiClient,
     dataset: Dataset,
     folder: RunFolder,
-    progress: Progress,
+    ended: Ended,
 ) -> Summary:
     items, arrivals_s = requests_of(plan, cell, dataset)
     with CellFile(folder.records, cell) as keep:
@@ -202,7 +202,7 @@ async def _run_one(
             warm_up_s=plan.warm_up_s,
             exact_output=plan.exact_output,
             keep=keep,
-            progress=progress,
+            ended=ended,
         )
     return summarize(cell, ran.sent, plan.slo, ran.client_cpu_s / ran.wall_s)
 
