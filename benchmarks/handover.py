@@ -11,11 +11,8 @@ import argparse
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from pathlib import Path
 from random import Random
 from typing import NamedTuple
-
-from tokenizers import Tokenizer
 
 from banaserve.base import models
 from banaserve.base.arguments import positive
@@ -106,7 +103,7 @@ async def _measure(
 
 def _prompts(options: argparse.Namespace, model_path: str) -> list[list[str]]:
     """Return prompts for the runs and, last, for the warm-up."""
-    words = Words(Tokenizer.from_file(str(Path(model_path) / "tokenizer.json")))
+    words = Words.of(model_path)
     draws = Random(options.seed)
 
     def text(key: str) -> str:

@@ -17,7 +17,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -196,11 +196,11 @@ async def _rounds(
     advance: Callable[[str], None],
 ) -> Samples:
     async with stream(client, prompt, 8000 - len(prompt)) as record:
-        done = MigrationRounds(case, record)
+        rounds = []
         for _ in range(given.runs):
-            done.rounds.append(await run_round(client, admin, case))
+            rounds.append(await run_round(client, admin, case))
             advance(f"{case.name} with {len(prompt)} tokens")
-    return figures_of(done)
+    return figures_of(rounds, record.token_at_s)
 
 
 @dataclass
@@ -214,15 +214,6 @@ class Round:
     ended_s: float
     away_until_s: float
     transport_bytes_per_s: float
-
-
-@dataclass
-class MigrationRounds:
-    """All rounds of one case, and the stream that ran beside them."""
-
-    case: MigrationCase
-    record: RequestRecord
-    rounds: list[Round] = field(default_factory=list)
 
 
 @contextlib.asynccontextmanager
@@ -321,16 +312,19 @@ def _copy_s(region: RemoteRegion, local: Memory, offsets: Offsets, page_bytes: i
     return time.perf_counter() - began_s
 
 
-def figures_of(done: MigrationRounds) -> Samples:
-    """Return samples by name, one for each round."""
-    times_s = done.record.token_at_s
+def figures_of(rounds: Sequence[Round], times_s: Sequence[float]) -> Samples:
+    """Return samples by name, one for each round.
+
+    Args:
+        times_s: Arrival of each token of the stream, on the client's clock.
+    """
     found: Samples = {}
 
     def add(name: str, unit: str, value: float | None) -> None:
         if value is not None:
             found.setdefault(name, ([], unit))[0].append(value)
 
-    for one in done.rounds:
+    for one in rounds:
         facts = one.away.moves[0].facts
         seconds = one.away.moves[0].seconds
         before_s = median(_gaps(times_s, one.calm_from_s, one.began_s))

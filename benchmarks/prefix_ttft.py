@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple
 
 from banaserve.base import models
 from banaserve.base.arguments import positive
@@ -43,22 +42,11 @@ _SAME = ("--colocated", "1", "--dtype", "float32", "--no-enable-prefix-caching")
 _STORE = ("--kv-store-size", "1536MiB", "--kv-store-ssd-size", "8GiB")
 
 
-class PrefixCase(NamedTuple):
-    """Share of the prompt that is cached, and the place of the cache."""
-
-    percent: int
-    place: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.percent}_{self.place}" if self.percent else "0"
-
-
 _SHARES = (50, 90)
-_CASES = [
-    PrefixCase(0, "nowhere"),
-    *(PrefixCase(p, place) for p in _SHARES for place in ("ssd", "memory")),
-]
+_CASES = {"0": 0} | {
+    f"{percent}_{place}": percent for percent in _SHARES for place in ("ssd", "memory")
+}
+"""Share of the prompt that is cached, in percent, by share and place of the cache."""
 _RECOMPUTE = "recompute"
 
 
@@ -92,7 +80,7 @@ async def _measure(
     prefixes = [
         {
             percent: random_tokens(draws, whole_blocks(given.prompt_tokens, percent))
-            for percent in (50, 90)
+            for percent in _SHARES
         }
         for _ in range(given.runs)
     ]
@@ -109,12 +97,12 @@ async def _measure(
                 await _ttft_s(server, model.served_name, prompt)
             for number, run in enumerate(prefixes):
                 advance(f"run {number + 1} of {given.runs}")
-                asked = [(case.name, stored, run.get(case.percent, [])) for case in _CASES]
+                asked = [(case, stored, run.get(percent, [])) for case, percent in _CASES.items()]
                 asked.insert(number % 2 * len(asked), (_RECOMPUTE, plain, []))
-                for case_name, server, prefix in asked:
+                for case, server, prefix in asked:
                     rest = random_tokens(draws, given.prompt_tokens - len(prefix))
                     ttft_s = await _ttft_s(server, model.served_name, prefix + rest)
-                    found[case_name].append(ttft_s)
+                    found[case].append(ttft_s)
             counts = _counts(stored)
     return found, counts
 
@@ -195,8 +183,8 @@ def _figures(
     recompute_s = ttft_s[_RECOMPUTE]
     figures = {f"ttft_{name}": (samples, "s") for name, samples in ttft_s.items()}
     for case in _CASES:
-        ratios = paired_ratios(ttft_s[case.name], recompute_s)
-        figures[f"ttft_vs_recompute_{case.name}"] = (ratios, "ratio")
+        ratios = paired_ratios(ttft_s[case], recompute_s)
+        figures[f"ttft_vs_recompute_{case}"] = (ratios, "ratio")
     # One prefix of each share is fetched from SSD in a run.
     expected = given.runs * sum(
         whole_blocks(given.prompt_tokens, percent) // _BLOCK_TOKENS for percent in _SHARES

@@ -273,7 +273,8 @@ def _figures(plain: Seen, ours: Seen) -> Samples:
     for kind, streams in ours.streams.items():
         figures[f"equal_{kind}"] = ([_equal(streams, plain.streams[""])], "fraction")
     for kind, (there, home) in ours.moves.items():
-        figures[f"{kind}_s"] = ([_seconds(there)], "s")
+        seconds = sum(sum(move.seconds.values()) for move in there.moves)
+        figures[f"{kind}_s"] = ([seconds], "s")
         figures[f"{kind}_stall"] = ([_fact(there, "stall_s")], "s")
         figures[f"{kind}_stall_home"] = ([_fact(home, "stall_s")], "s")
         copied = _fact(there, "precopy_bytes") + _fact(there, "commit_bytes")
@@ -289,10 +290,6 @@ def _notes(ours: Seen) -> tuple[str, ...]:
         "one prompt at a time, so that both servers compute the same batches; streams together",
         "in bfloat16 a batch may round otherwise, and near ties of tokens fall otherwise",
     )
-
-
-def _seconds(migration: Migration) -> float:
-    return sum(sum(move.seconds.values()) for move in migration.moves)
 
 
 def _fact(migration: Migration, name: str) -> float:

@@ -364,7 +364,8 @@ def _types(components: Mapping[str, Any]) -> Iterator[str]:
     """Yield a section for each schema, with a table of its fields."""
     for name, schema in components.items():
         about = schema.get("description", "")
-        yield f"### {name}\n\n{_first_line(about)}"
+        first_line = about.strip().partition("\n")[0]
+        yield f"### {name}\n\n{first_line}"
         words, needed = attribute_words(about), schema.get("required", ())
         rows = [
             (
@@ -415,10 +416,6 @@ def _schema_words(schema: Mapping[str, Any]) -> str:
 
 
 # ---- Markdown
-
-
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

@@ -20,8 +20,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from tokenizers import Tokenizer
-
 from banaserve.base import models
 from banaserve.base.arguments import positive
 from banaserve.base.errors import UserError
@@ -82,7 +80,7 @@ def _same(given: argparse.Namespace) -> list[str]:
 
 async def _measure(given: argparse.Namespace, measurement: Measurement) -> None:
     model = model_of(models.PACKAGED)
-    words = Words(Tokenizer.from_file(str(Path(model.path_or_id) / "tokenizer.json")))
+    words = Words.of(model.path_or_id)
     began_s = time.monotonic()
 
     def say(line: str) -> None:

@@ -80,7 +80,8 @@ class BlindComparison:
         """Start the systems that have loads to serve, one after another."""
         for start, due in starts_of(self._cells, self._records).items():
             self._console.print(f"starting {start.system}, {start.profile}")
-            candidate = _candidate(self._asked[due[0][0]], start.system)
+            known = self._asked[due[0][0]].fixed_candidates()
+            candidate = next(one for one in known if one.name == start.system)
             with paced_engines(candidate, start.profile, start.dilation) as target:
                 for cell, kind in due:
                     self._serve(target, cell, kind)
@@ -160,10 +161,6 @@ def starts_of(
             if one.is_due:
                 found[Start(cell.profile, cell.dilation, one.name)].append((cell, kind))
     return found
-
-
-def _candidate(asked: PlanQuestion, name: str) -> Candidate:
-    return next(one for one in asked.fixed_candidates() if one.name == name)
 
 
 def _advice_words(name: str, record: BlindRecord) -> str:

@@ -198,9 +198,8 @@ def _of_context(
         yield name, ([getattr(stream.traced, part) or 0.0 for stream in stored], "s")
     tokens = [float(stream.traced.recomputed_tokens or 0) for stream in stored]
     yield "recomputed_tokens", (tokens, "tokens")
-    yield "decoded_blocks_fetched", ([_num_decoded(one, block_tokens) for one in stored], "blocks")
-
-
-def _num_decoded(stream: KilledStream, block_tokens: int) -> float:
-    """Return the number of fetched blocks that the prompt alone does not fill."""
-    return float((stream.traced.fetched_blocks or 0) - stream.prompt_tokens // block_tokens)
+    decoded = [  # fetched blocks that the prompt alone does not fill
+        float((one.traced.fetched_blocks or 0) - one.prompt_tokens // block_tokens)
+        for one in stored
+    ]
+    yield "decoded_blocks_fetched", (decoded, "blocks")

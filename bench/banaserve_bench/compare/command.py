@@ -25,7 +25,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import msgspec
-from tokenizers import Tokenizer
 
 from banaserve.base import models
 from banaserve.base.errors import UserError
@@ -131,7 +130,7 @@ def main(argv: Sequence[str]) -> int:
     systems = chosen_systems(given.system, given.instances)
     asked = plans(given)
     model = _resolved(given)
-    words = Words(Tokenizer.from_file(str(Path(model.path_or_id) / "tokenizer.json")))
+    words = Words.of(model.path_or_id)
     workloads = compare_options.workloads(given, asked, words)
     check_folder(given, systems, workloads)
     started_at = datetime.now(UTC)
@@ -197,7 +196,9 @@ async def _run(
                 async with OpenAiClient(
                     server.url, model.served_name, return_token_ids=True, clock=clock
                 ) as client:
-                    start = _start_placement(system, log)
+                    start = None
+                    if system.has_orchestrator:
+                        start = StartPlacement(AdminClient(*find_admin(_run_dir(log))))
                     for workload in missing:
                         ran = await _one(
                             given, system, workload, server, client, reference, log, start
@@ -257,12 +258,6 @@ async def _one(
         timeline,
         decisions_of(log, began_s, given.dilate),
     )
-
-
-def _start_placement(system: ServerSystem, log: Path) -> StartPlacement | None:
-    if not system.has_orchestrator:
-        return None
-    return StartPlacement(AdminClient(*find_admin(_run_dir(log))))
 
 
 def _run_dir(log: Path) -> Path:

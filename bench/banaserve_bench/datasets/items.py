@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from banaserve.base.errors import UserError
 from banaserve.base.text.names import check_known
@@ -91,6 +91,13 @@ class Words:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+
+    @classmethod
+    def of(cls, model_path: str) -> Self:
+        """Return the words of the model in the folder ``model_path``."""
+        from tokenizers import Tokenizer
+
+        return cls(Tokenizer.from_file(str(Path(model_path) / "tokenizer.json")))
 
     def count(self, text: str) -> int:
         return len(self.encode(text))

@@ -61,6 +61,11 @@ class RequestRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return self
 
     @property
+    def arrival_s(self) -> float:
+        """Time at which the request was due; that of sending in a closed loop."""
+        return self.sent_at_s if self.due_at_s is None else self.due_at_s
+
+    @property
     def ttft_s(self) -> float | None:
         """Seconds from sending to the first token."""
         if self.first_token_at_s is None:
@@ -303,7 +308,9 @@ _decode = msgspec.json.Decoder(_Event).decode
 def _note(record: RequestRecord, event: _Event, at_s: float) -> None:
     """Write one event into the record."""
     if event.error is not None:
-        record.error = _line(_message(event.error))
+        error = event.error
+        message = error.get("message") if isinstance(error, dict) else None
+        record.error = _line(str(message or error))
         return
     if event.usage is not None:
         details = event.usage.prompt_tokens_details
@@ -320,11 +327,6 @@ def _note(record: RequestRecord, event: _Event, at_s: float) -> None:
         record.token_ids.extend(token_ids)
         record.text += content
         record.finish_reason = choice.finish_reason or record.finish_reason
-
-
-def _message(error: Any) -> str:
-    message = error.get("message") if isinstance(error, dict) else None
-    return str(message or error)
 
 
 def _line(text: str, max_chars: int = 500) -> str:

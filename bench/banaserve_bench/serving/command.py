@@ -284,7 +284,6 @@ def _run(
         complete = [one for cell in plan.cells() if (one := folder.summary(cell)) is not None]
         record = as_result(
             complete,
-            name="serving",
             options={**_options(given), "model": Path(target.model).name},
             started_at=started_at,
             num_cells=len(plan.cells()),

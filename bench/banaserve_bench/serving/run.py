@@ -13,7 +13,7 @@ import contextlib
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +194,7 @@ async def _run_one(
 ) -> Summary:
     items, arrivals_s = requests_of(plan, cell, dataset)
     with CellFile(folder.records, cell) as keep:
-        ran = await run_cell(
+        sent, client_cpu_fraction = await run_cell(
             client,
             items,
             arrivals_s,
@@ -204,7 +204,7 @@ async def _run_one(
             keep=keep,
             ended=ended,
         )
-    return summarize(cell, ran.sent, plan.slo, ran.client_cpu_s / ran.wall_s)
+    return summarize(cell, sent, plan.slo, client_cpu_fraction)
 
 
 @contextlib.contextmanager
@@ -226,12 +226,10 @@ def stopped_by_signals() -> Iterator[None]:
 def as_result(
     summaries: Sequence[Summary],
     *,
-    name: str,
     options: Mapping[str, Any],
-    started_at: datetime | None,
+    started_at: datetime,
     num_cells: int,
     notes: Sequence[str] = (),
-    figures_prefix: str = "",
 ) -> result.Result:
     """Return the run in the format of all benchmarks: a sample for each seed of each figure.
 
@@ -242,11 +240,11 @@ def as_result(
     if not is_complete:
         told.append(f"INCOMPLETE: {len(summaries)} of {num_cells} cells")
     return result.result(
-        name,
+        "serving",
         seed=summaries[0].seed if summaries else 0,
         options=dict(options),
-        started_at=started_at or datetime.now(UTC),
-        figures=figures(summaries, figures_prefix),
+        started_at=started_at,
+        figures=figures(summaries),
         notes=told,
         raw={"cells": msgspec.to_builtins(list(summaries)), "is_complete": is_complete},
     )
