@@ -20,7 +20,7 @@ from typing import NamedTuple
 from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
 from banaserve_bench.report import plots, tables
-from banaserve_bench.report.report import facts_of, result_files, section_of
+from banaserve_bench.report.report import facts_of, result_files, systems_of
 from banaserve_bench.results import result
 from banaserve_bench.results.result import Result
 from benchmarks.break_even import page as break_even
@@ -235,8 +235,9 @@ def _figures(path: Path, record: Result) -> str:
     if own and len(record.figures) > MAX_FIGURES:
         return f"{len(record.figures)} figures, in tables of their own: [{own}](results/{own})."
     if "systems" in record.raw:
-        section = section_of(record)
-        return "\n\n".join(filter(None, [tables.as_markdown(section.table), section.table_note]))
+        systems = systems_of(record)
+        table = tables.as_markdown(tables.serving_table(systems))
+        return f"{table}\n\n{tables.MARKS}" if len(systems) > 1 else table
     shown = record.figures
     if len(shown) > MAX_FIGURES:
         patterns = _SHOWN.get(_name(record), ())
