@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from statistics import fmean
 from banaserve.base import models
 from banaserve.base.arguments import positive
 from banaserve.base.errors import UserError
+from banaserve.cli.terminal.console import timed
 from banaserve_bench.datasets.items import Words
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve_bench.results.statistics import median
@@ -81,11 +83,7 @@ def _same(given: argparse.Namespace) -> list[str]:
 async def _measure(given: argparse.Namespace, measurement: Measurement) -> None:
     model = model_of(models.PACKAGED)
     words = Words.of(model.path_or_id)
-    began_s = time.monotonic()
-
-    def say(line: str) -> None:
-        print(f"{time.monotonic() - began_s:6.1f} s  {line}", flush=True)
-
+    say = timed(sys.stdout)
     say("starting one banaserve, two vLLM servers and two balancers")
     samples: dict[tuple[str, str], list[LoadSample]] = defaultdict(list)
     loads = {name: LOADS[name].shortened() if given.quick else LOADS[name] for name in given.load}

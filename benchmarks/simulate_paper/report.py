@@ -69,7 +69,7 @@ def figures_of(runs: Runs) -> measurement.Samples:
             figures[f"{name}_{metric}"] = [f[metric] for f in outcomes], unit
         if system in _OURS:
             for other in ("static", "colocated"):
-                values = ratios(samples, key, other, "tokens_per_s")
+                values = ratios(samples, key, other)
                 figures[f"{name}_over_{other}"] = values, "times"
     return figures
 
@@ -93,13 +93,11 @@ def samples_of(figures: Mapping[str, Figure]) -> Samples:
     return samples
 
 
-def ratios(
-    samples: Samples, key: tuple[int, str, str, float], other: str, metric: str
-) -> list[float]:
-    """Return one ratio for each seed: both systems get the same requests."""
+def ratios(samples: Samples, key: tuple[int, str, str, float], other: str) -> list[float]:
+    """Return one ratio of throughput for each seed: both systems get the same requests."""
     figure, reading, _, rate = key
-    theirs = samples[figure, reading, other, rate]
-    return paired_ratios([f[metric] for f in samples[key]], [f[metric] for f in theirs])
+    theirs, ours = samples[figure, reading, other, rate], samples[key]
+    return paired_ratios([f["tokens_per_s"] for f in ours], [f["tokens_per_s"] for f in theirs])
 
 
 def _name(key: tuple[int, str, str, float]) -> str:
@@ -210,7 +208,7 @@ def _mean_ratios(samples: Samples, place: Place, system: str, other: str) -> dic
     figure, reading = place
     found: dict[float, float] = {}
     for rate in RATES:
-        values = ratios(samples, (figure.number, reading, system, rate), other, "tokens_per_s")
+        values = ratios(samples, (figure.number, reading, system, rate), other)
         found[rate] = mean_interval(values).estimate
     return found
 

@@ -21,7 +21,7 @@ from banaserve_bench.results import result
 from benchmarks.measurement import earlier, parser_of
 from benchmarks.simulate_seeds.cases import PAPERS
 from benchmarks.simulate_seeds.figures import run
-from benchmarks.simulate_seeds.report import case_table, claims_table, totals, verdict_figures
+from benchmarks.simulate_seeds.report import case_table, claims_tables, totals, verdict_figures
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,6 +58,6 @@ def main(argv: Sequence[str]) -> int:
                 record.raw[case.name] = record.commit
                 if given.json is not None:
                     result.write(record, given.json)
-            print(f"\n{case.name}: {case.load}\n", *case_table(case, figures), sep="\n")
-    print("\n".join([*totals(figures), *claims_table(figures)]))
+            print(f"\n{case.name}: {case.load}\n\n{case_table(case, figures)}")
+    print("\n".join([totals(figures), *claims_tables(figures)]))
     return 0
