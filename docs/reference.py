@@ -12,15 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, cast, get_args, get_origin
-from unittest.mock import Mock
+from typing import Any, NamedTuple, get_args, get_origin
 
 import msgspec
 from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.parser import text_string_to_metric_families
-from starlette.applications import Starlette
-from starlette.routing import Route
 
 import banaserve
 from banaserve.contracts.control_api import (
@@ -46,8 +43,6 @@ from banaserve.contracts.migration_api import (
 )
 from banaserve.contracts.restart_api import RestartRequest, RollingRestart
 from banaserve.contracts.trace_events import RequestSummary, RequestTrace
-from banaserve.frontdoor.admin.app import Traces, admin_app
-from banaserve.frontdoor.admin.control import Control
 from banaserve.frontdoor.page.records import PageSnapshot
 from banaserve.kvstore.daemon.metrics import prometheus_text
 from banaserve.kvstore.stats import StoreStats, TierReport
@@ -163,21 +158,6 @@ _ERRORS = {
     "409": "Refused, with the reason.",
     "503": "The instance has ended.",
 }
-
-
-def admin_routes() -> set[tuple[str, str]]:
-    """Return method and path of every route of the admin API, as the server has them."""
-    # The routes' functions ask it only when they are called.
-    nothing = cast(Any, Mock())
-    control, traces = Control(*[nothing] * 8), Traces(nothing, nothing)
-    app = cast(Starlette, admin_app(nothing, control, traces, nothing))
-    return {
-        (method, route.path)
-        for route in app.routes
-        if isinstance(route, Route)
-        for method in route.methods or ()
-        if method != "HEAD"
-    }
 
 
 def openapi() -> dict[str, Any]:
