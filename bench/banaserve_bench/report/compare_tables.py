@@ -25,8 +25,6 @@ _COMPARED = (
 
 def extra_tables(raw: Mapping[str, Any], cells: Cells, simulated: Cells) -> list[tuple[str, Table]]:
     """Return the tables of a comparison that are not empty, with their captions."""
-    if "systems" not in raw:
-        return []
     found = [
         (
             f"{_OURS} over each of the others, the same requests; means over seeds",

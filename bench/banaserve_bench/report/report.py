@@ -100,8 +100,9 @@ def _section(record: Result, out: Path, number: int) -> Iterator[str]:
             (out / "plots").mkdir(exist_ok=True)
             (out / name).write_text(plots.svg(grid))
             yield f"### {grid.title}\n\n![{grid.title}]({name})"
-    for caption, more in extra_tables(record.raw, systems, systems_of(record, "simulated")):
-        yield f"### {caption}\n\n{tables.as_markdown(more)}"
+    if "systems" in record.raw:
+        for caption, more in extra_tables(record.raw, systems, systems_of(record, "simulated")):
+            yield f"### {caption}\n\n{tables.as_markdown(more)}"
     yield f"### What this rests on\n\n{'; '.join(facts_of(record))}"
     if record.notes:
         yield _list(record.notes)
