@@ -151,7 +151,6 @@ lint-imports:
 	@$(BIN)/lint-imports --no-logo
 
 lint-docs:
-	@PYTHONSAFEPATH= $(BIN)/python -m docs.check
 	@PYTHONSAFEPATH= $(BIN)/python -m docs.models --check
 	@PYTHONSAFEPATH= $(BIN)/python -m docs.null_gpu --check
 

@@ -72,7 +72,6 @@ class DemoRun(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the demonstration to its end; return the exit code."""
     parser = Parser(prog="python -m benchmarks demo", description=__doc__)
     parser.add_argument("--port", type=int, help="of both servers (a free one)")
     parser.add_argument("--dilate", type=float, help="wall seconds of a modelled one (measured)")

@@ -13,11 +13,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import random
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from rich.progress import Progress
 
 from banaserve.base.arguments import positive
 from banaserve.base.models import miniature
@@ -26,7 +26,7 @@ from banaserve_bench.loadgen.loops import closed_loop
 from banaserve_bench.loadgen.servers import Server, banaserve_server, vllm_server
 from banaserve_bench.results.result import Result
 from banaserve_bench.results.statistics import paired_ratios, percentile
-from benchmarks.measurement import Measurement, Samples, parser_of
+from benchmarks.measurement import Measurement, Samples, parser_of, progress_of, random_tokens
 
 _NAME = "miniature"
 _CONTEXT_TOKENS = 1024
@@ -60,7 +60,6 @@ class FrontSample(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and write the result; return the exit code."""
     parser = parser_of("front", __doc__)
     parser.add_argument("--runs", type=positive, default=5)
     parser.add_argument(
@@ -87,18 +86,17 @@ async def _measure(given: argparse.Namespace, measurement: Measurement) -> Resul
     systems = [given.system] if given.system != "all" else list(_SYSTEMS)
     samples: FrontSamples = {}
     record: Result
-    with contextlib.ExitStack() as stack, Progress(transient=True) as progress:
-        task = progress.add_task("starting servers", total=None)
+    with contextlib.ExitStack() as stack:
+        advance = stack.enter_context(progress_of(1 + given.runs, "starting servers"))
         plain = vllm_server(model.path_or_id, _NAME, *_SAME, *_KV, "--enforce-eager")
         servers = {_VLLM: stack.enter_context(plain)}
         for name in systems:
             started = banaserve_server(model.path_or_id, *_SYSTEMS[name], *_OURS, *_KV)
             servers[name] = stack.enter_context(started)
-        progress.update(task, total=1 + given.runs, description="warming up")
         for server in servers.values():
             await _pass(server, given.prompt_tokens, min(64, max(given.streams)), _SHORT, 0)
         for run in range(1, given.runs + 1):
-            progress.update(task, advance=1, description=f"run {run} of {given.runs}")
+            advance(f"run {run} of {given.runs}")
             names = list(servers) if run % 2 else list(reversed(servers))
             for streams in given.streams:
                 for tokens in (_SHORT, _LONG):
@@ -120,15 +118,9 @@ async def _pass(
     server: Server, prompt_tokens: int, streams: int, output_tokens: int, run: int
 ) -> FrontSample:
     """Send requests with ``streams`` under way at once, at least ``_MIN_REQUESTS`` in all."""
-    count = max(streams, _MIN_REQUESTS)
-    calls = [
-        CompletionCall.exact(
-            str(number),
-            _prompt(prompt_tokens, (run, streams, output_tokens, number)),
-            output_tokens,
-        )
-        for number in range(count)
-    ]
+    draws = random.Random(f"{run} {streams} {output_tokens}")
+    prompts = [random_tokens(draws, prompt_tokens) for _ in range(max(streams, _MIN_REQUESTS))]
+    calls = CompletionCall.numbered(prompts, output_tokens)
     async with OpenAiClient(server.url, _NAME) as client:
         before_s = server.front_cpu_s()
         records = await closed_loop(client, calls, streams)
@@ -136,18 +128,13 @@ async def _pass(
     for one in records:
         one.checked()
     return FrontSample(
-        count,
+        len(calls),
         sum(len(record.token_at_s) for record in records),
         sum(record.completion_tokens or 0 for record in records),
         cpu_s,
         [record.ttft_s for record in records if record.ttft_s is not None],
         [gap for record in records for gap in record.gaps_s],
     )
-
-
-def _prompt(num_tokens: int, key: tuple[int, ...]) -> list[int]:
-    draws = np.random.default_rng(key)
-    return [int(token) for token in draws.integers(100, 40_000, num_tokens)]
 
 
 def costs_us(samples: Sequence[FrontSample]) -> tuple[float, float]:

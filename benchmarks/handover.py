@@ -10,50 +10,35 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 from random import Random
 from typing import NamedTuple
-
-from rich.progress import Progress
-from tokenizers import Tokenizer
 
 from banaserve.base import models
 from banaserve.base.arguments import positive
 from banaserve_bench.datasets.items import Words
-from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
+from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve_bench.loadgen.loops import closed_loop
 from banaserve_bench.loadgen.servers import Server, banaserve_server, vllm_server
 from banaserve_bench.results.statistics import median, paired_ratios
-from benchmarks.measurement import Measurement, Samples, model_of, parser_of
+from banaserve_bench.serving.summary import tpot_s
+from benchmarks.measurement import Measurement, Samples, model_of, parser_of, progress_of
 
 _SAME = ("--dtype", "float32", "--kv-cache-memory-bytes", str(1 << 30))
 """Options of both servers; float32, so that their answers can be compared token by token."""
 
 
-@dataclass(frozen=True, slots=True)
-class HandoverRun:
+class HandoverRun(NamedTuple):
     """Results of one pass of the same prompts over one server.
 
     Attributes:
-        cpu_s: CPU seconds per request, of all the server's processes.
-        cpu_alone_s: CPU seconds per request of requests sent one at a time.
-        cpu_together_s: CPU seconds per request of requests sent together.
-        steps_together: Engine steps per request of requests sent together.
-        latency_together_s: Median time of a whole answer of requests sent together.
-        tpot_together_s: Median time per token after the first of requests sent together.
-        ttft_s: Median time to first token of the requests sent one at a time.
+        figures: Figures of requests sent one at a time (``alone``) and together: ``cpu`` in seconds
+            of all the server's processes per request, ``steps`` of the engines per request, and
+            medians of ``latency``, ``tpot`` and ``ttft`` in seconds.
         token_ids: Token ids of every answer, for comparing the two servers.
     """
 
-    cpu_s: float
-    cpu_alone_s: float
-    cpu_together_s: float
-    steps_together: float
-    latency_together_s: float
-    tpot_together_s: float
-    ttft_s: float
+    figures: dict[str, float]
     token_ids: list[list[int]]
 
 
@@ -69,7 +54,6 @@ class _Spent(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and write the result; return the exit code."""
     parser = parser_of("handover", __doc__)
     add = parser.add_argument
     add("--model", default=models.PACKAGED)
@@ -95,8 +79,8 @@ async def _measure(
     """Return the runs, on vLLM's server and on ours, and how the counts of ours grew."""
     model = model_of(options.model)
     prompts = _prompts(options, model.path_or_id)
-    with contextlib.ExitStack() as stack, Progress(transient=True) as progress:
-        task = progress.add_task("starting two servers", total=1 + 2 * options.runs)
+    with contextlib.ExitStack() as stack:
+        advance = stack.enter_context(progress_of(1 + options.runs, "starting two servers"))
         plain = stack.enter_context(
             vllm_server(model.path_or_id, model.served_name, *_SAME, "--enforce-eager")
         )
@@ -105,15 +89,13 @@ async def _measure(
         warm_up = prompts.pop()
         for server in (plain, apart):
             await _run(server, model.served_name, warm_up, options)
-        progress.advance(task)
         runs: list[tuple[HandoverRun, HandoverRun]] = []
         before = _counts(apart)
         for number, batch in enumerate(prompts):
-            progress.update(task, description=f"run {number + 1} of {options.runs}")
+            advance(f"run {number + 1} of {options.runs}")
             pair: list[HandoverRun] = []
             for server in (plain, apart) if number % 2 else (apart, plain):
                 pair.append(await _run(server, model.served_name, batch, options))
-                progress.advance(task)
             runs.append((pair[0], pair[1]) if number % 2 else (pair[1], pair[0]))
         after = _counts(apart)
     return runs, {name: after[name] - before[name] for name in after}
@@ -121,7 +103,7 @@ async def _measure(
 
 def _prompts(options: argparse.Namespace, model_path: str) -> list[list[str]]:
     """Return prompts for the runs and, last, for the warm-up."""
-    words = Words(Tokenizer.from_file(str(Path(model_path) / "tokenizer.json")))
+    words = Words.of(model_path)
     draws = Random(options.seed)
 
     def text(key: str) -> str:
@@ -138,9 +120,7 @@ async def _run(
     server: Server, model: str, prompts: list[str], options: argparse.Namespace
 ) -> HandoverRun:
     """Send half of the prompts together, for CPU time, and half one by one, for TTFT."""
-    calls = [
-        CompletionCall.exact(str(i), text, options.output_tokens) for i, text in enumerate(prompts)
-    ]
+    calls = CompletionCall.numbered(prompts, options.output_tokens)
     half = len(calls) // 2
     spent = [_Spent.of(server)]
     async with OpenAiClient(server.url, model, return_token_ids=True) as client:
@@ -149,30 +129,16 @@ async def _run(
         alone = await closed_loop(client, calls[half:], 1)
     spent.append(_Spent.of(server))
     records = [one.checked() for one in (*together, *alone)]
-    return HandoverRun(
-        cpu_s=(spent[2].cpu_s - spent[0].cpu_s) / len(records),
-        cpu_alone_s=(spent[2].cpu_s - spent[1].cpu_s) / len(alone),
-        cpu_together_s=(spent[1].cpu_s - spent[0].cpu_s) / len(together),
-        steps_together=(spent[1].steps - spent[0].steps) / len(together),
-        latency_together_s=median([_latency_s(record) for record in together]),
-        tpot_together_s=median([_tpot_s(record) for record in together]),
-        ttft_s=median([_ttft_s(record) for record in alone]),
-        token_ids=[record.token_ids for record in records],
-    )
-
-
-def _ttft_s(record: RequestRecord) -> float:
-    assert record.ttft_s is not None
-    return record.ttft_s
-
-
-def _latency_s(record: RequestRecord) -> float:
-    assert record.latency_s is not None
-    return record.latency_s
-
-
-def _tpot_s(record: RequestRecord) -> float:
-    return (_latency_s(record) - _ttft_s(record)) / max(1, len(record.token_ids) - 1)
+    figures = {
+        "cpu": (spent[2].cpu_s - spent[0].cpu_s) / len(records),
+        "cpu_alone": (spent[2].cpu_s - spent[1].cpu_s) / len(alone),
+        "cpu_together": (spent[1].cpu_s - spent[0].cpu_s) / len(together),
+        "steps_together": (spent[1].steps - spent[0].steps) / len(together),
+        "latency_together": median([record.latency_s or 0.0 for record in together]),
+        "tpot_together": median([tpot_s(record) or 0.0 for record in together]),
+        "ttft": median([record.ttft_s or 0.0 for record in alone]),
+    }
+    return HandoverRun(figures, [record.token_ids for record in records])
 
 
 def _counts(server: Server) -> dict[str, float]:
@@ -197,26 +163,20 @@ _NOTES = (
 
 
 def _samples(runs: list[tuple[HandoverRun, HandoverRun]], counts: dict[str, float]) -> Samples:
-    plain, apart = [run[0] for run in runs], [run[1] for run in runs]
     pairs = [(a, b) for p, q in runs for a, b in zip(p.token_ids, q.token_ids, strict=True)]
     equal = sum(a == b for a, b in pairs) / len(pairs)
     cached = counts["decode_cached"] / (counts["decode_cached"] + counts["decode_computed"])
-
-    def ratios(of: Callable[[HandoverRun], float]) -> list[float]:
-        return paired_ratios([of(run) for run in apart], [of(run) for run in plain])
-
-    return {
-        "cpu_ratio": (ratios(lambda run: run.cpu_s), "ratio"),
-        "cpu_ratio_alone": (ratios(lambda run: run.cpu_alone_s), "ratio"),
-        "cpu_ratio_together": (ratios(lambda run: run.cpu_together_s), "ratio"),
-        "steps_ratio_together": (ratios(lambda run: run.steps_together), "ratio"),
-        "latency_ratio_together": (ratios(lambda run: run.latency_together_s), "ratio"),
-        "tpot_ratio_together": (ratios(lambda run: run.tpot_together_s), "ratio"),
-        "ttft_ratio": (ratios(lambda run: run.ttft_s), "ratio"),
-        "cpu_per_request": ([r.cpu_s for r in apart], "s"),
-        "cpu_per_request_vllm": ([r.cpu_s for r in plain], "s"),
-        "ttft": ([r.ttft_s for r in apart], "s"),
-        "ttft_vllm": ([r.ttft_s for r in plain], "s"),
+    samples: Samples = {}
+    of_both = {}
+    for name in runs[0][0].figures:
+        plain, apart = ([one.figures[name] for one in of] for of in zip(*runs, strict=True))
+        what, _, when = name.partition("_")
+        samples[f"{what}_ratio_{when}".rstrip("_")] = paired_ratios(apart, plain), "ratio"
+        of_both[name] = plain, apart
+    for name, shown in (("cpu", "cpu_per_request"), ("ttft", "ttft")):
+        plain, apart = of_both[name]
+        samples |= {shown: (apart, "s"), f"{shown}_vllm": (plain, "s")}
+    return samples | {
         "decode_prompt_tokens": (
             [counts["decode_computed"] / counts["decode_requests"]],
             "tokens/request",

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from rich.console import Console
+from rich.progress import Progress
+
 from banaserve.base import models
 from banaserve.base.arguments import Parser
+from banaserve.base.errors import UserError
 from banaserve.base.platform.run_dir import find_admin
 from banaserve.frontdoor.admin_client import AdminClient
 from banaserve_bench.loadgen.servers import Server, banaserve_server, end_on_sigterm
@@ -82,6 +86,30 @@ class Measurement:
         result.deliver(record, self._given.json)
 
 
+def earlier(
+    path: Path | None, name: str, options: Mapping[str, Any], *, same_code: bool = False
+) -> Result | None:
+    """Return the result that an earlier run of a benchmark has left in ``path``, to continue it.
+
+    Args:
+        options: Options that both runs must have in common.
+        same_code: True to begin anew if the code has changed since, or had changes then.
+
+    Raises:
+        UserError: The file is of another benchmark, or of other options.
+    """
+    if path is None or not path.exists():
+        return None
+    left = result.read(path)
+    if same_code and (left.dirty or (left.commit, left.dirty) != result.commit()):
+        return None
+    told = {key: left.options.get(key) for key in options}
+    if (left.name.replace("_", "-"), told) != (name, dict(options)):
+        words = ", ".join(f"{key} {value}" for key, value in options.items())
+        raise UserError(f"{path} is no result of bench {name} with {words}: give another file")
+    return left
+
+
 @contextmanager
 def administered_server(model: str, *options: str) -> Iterator[tuple[Server, AdminClient, Path]]:
     """Run ``banaserve serve``; yield it, its admin client and its run folder."""
@@ -94,6 +122,22 @@ def administered_server(model: str, *options: str) -> Iterator[tuple[Server, Adm
 def model_of(name: str) -> models.ResolvedModel:
     """Return the model of this name, and print what is done to get it."""
     return models.resolve(name, None, lambda line: print(line, flush=True))
+
+
+def with_units(samples: Mapping[str, list[float]], units: Mapping[str, str]) -> Samples:
+    """Return samples, each with the unit of the first part of its name that is in ``units``."""
+    return {
+        name: (found, next(unit for part, unit in units.items() if part in name))
+        for name, found in samples.items()
+    }
+
+
+@contextmanager
+def progress_of(num_parts: int, words: str) -> Iterator[Callable[[str], None]]:
+    """Show a bar; yield a function that ends a part and shows the words for the next one."""
+    with Progress(transient=True, console=Console(stderr=True)) as progress:
+        task = progress.add_task(words, total=num_parts)
+        yield lambda words: progress.update(task, advance=1, description=words)
 
 
 def random_tokens(draws: random.Random, count: int) -> list[int]:

@@ -17,11 +17,11 @@ import secrets
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.progress import Progress
 
 from banaserve.base import models
 from banaserve.base.arguments import positive
@@ -48,6 +48,7 @@ from benchmarks.measurement import (
     Samples,
     administered_server,
     parser_of,
+    progress_of,
     random_tokens,
 )
 
@@ -108,7 +109,6 @@ _CASES_AGAIN = ("layers_10", "layers_20", "heads_2", "stop_and_copy_10")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and write the result; return the exit code."""
     given = _parse(argv)
     measurement = Measurement("migration", given)
     measurement.deliver(measurement.result(asyncio.run(_measure(given)), _NOTES))
@@ -148,14 +148,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 async def _measure(given: argparse.Namespace) -> Samples:
     plan = [(context, _cases(given, number)) for number, context in enumerate(given.contexts)]
     samples: Samples = {}
-    with Progress(transient=True) as progress:
-        total = sum(len(cases) for _, cases in plan) * given.runs
-        total += (2 * given.batch_runs + 1) * bool(given.batch_requests)
-        task = progress.add_task("starting", total=total)
-
-        def advance(what: str) -> None:
-            progress.update(task, description=what, advance=1)
-
+    total = sum(len(cases) for _, cases in plan) * given.runs
+    total += (2 * given.batch_runs + 1) * bool(given.batch_requests)
+    with progress_of(total, "starting") as advance:
         for context, cases in plan:
             samples |= await _context(given, context, cases, advance)
         if given.batch_requests:
@@ -186,9 +181,8 @@ async def _context(
     with administered_server(models.PACKAGED, *options) as (server, admin, _):
         async with OpenAiClient(server.url, models.PACKAGED, return_token_ids=True) as client:
             for case in cases:
-                for name, sample in (
-                    await _rounds(given, client, admin, prompt, case, advance)
-                ).items():
+                found = await _rounds(given, client, admin, prompt, case, advance)
+                for name, sample in found.items():
                     samples[f"{case.name}.{context}.{name}"] = sample
     return samples
 
@@ -202,11 +196,11 @@ async def _rounds(
     advance: Callable[[str], None],
 ) -> Samples:
     async with stream(client, prompt, 8000 - len(prompt)) as record:
-        done = MigrationRounds(case, record)
+        rounds = []
         for _ in range(given.runs):
-            done.rounds.append(await run_round(client, admin, case))
+            rounds.append(await run_round(client, admin, case))
             advance(f"{case.name} with {len(prompt)} tokens")
-    return figures_of(done)
+    return figures_of(rounds, record.token_at_s)
 
 
 @dataclass
@@ -220,15 +214,6 @@ class Round:
     ended_s: float
     away_until_s: float
     transport_bytes_per_s: float
-
-
-@dataclass
-class MigrationRounds:
-    """All rounds of one case, and the stream that ran beside them."""
-
-    case: MigrationCase
-    record: RequestRecord
-    rounds: list[Round] = field(default_factory=list)
 
 
 @contextlib.asynccontextmanager
@@ -261,17 +246,22 @@ async def run_round(client: OpenAiClient, admin: AdminClient, case: MigrationCas
     calm_from_s = now()
     await asyncio.sleep(WINDOW_S)
     began_s = now()
-    away = await _done(admin, case.ask)
+    away = await done(admin, case.ask)
     ended_s = now()
     await asyncio.sleep(WINDOW_S)
     away_until_s = now()
     page_bytes, copied = _copied(away)
     speed = await asyncio.to_thread(write_bytes_per_s, _TRANSPORT, page_bytes, copied)
-    home = await _done(admin, Return("d0"))
+    home = await done(admin, Return("d0"))
     return Round(away, home, calm_from_s, began_s, ended_s, away_until_s, speed)
 
 
-async def _done(admin: AdminClient, ask: MigrationRequest) -> Migration:
+async def done(admin: AdminClient, ask: MigrationRequest) -> Migration:
+    """Carry out a move and return its final state.
+
+    Raises:
+        UserError: The move is refused, or has failed.
+    """
     migration = await asyncio.to_thread(admin.run, ask)
     if migration.state != "done":
         raise UserError(f"{migration.kind} {migration.state}: {migration.error}")
@@ -322,16 +312,19 @@ def _copy_s(region: RemoteRegion, local: Memory, offsets: Offsets, page_bytes: i
     return time.perf_counter() - began_s
 
 
-def figures_of(done: MigrationRounds) -> Samples:
-    """Return samples by name, one for each round."""
-    times_s = done.record.token_at_s
+def figures_of(rounds: Sequence[Round], times_s: Sequence[float]) -> Samples:
+    """Return samples by name, one for each round.
+
+    Args:
+        times_s: Arrival of each token of the stream, on the client's clock.
+    """
     found: Samples = {}
 
     def add(name: str, unit: str, value: float | None) -> None:
         if value is not None:
             found.setdefault(name, ([], unit))[0].append(value)
 
-    for one in done.rounds:
+    for one in rounds:
         facts = one.away.moves[0].facts
         seconds = one.away.moves[0].seconds
         before_s = median(_gaps(times_s, one.calm_from_s, one.began_s))
@@ -392,12 +385,10 @@ async def _batches(given: argparse.Namespace, advance: Callable[[str], None]) ->
             advance("a batch on a small pool")
             for _ in range(given.batch_runs):
                 if passes["after"]:
-                    await asyncio.to_thread(admin.run, Return("d0"))
+                    await done(admin, Return("d0"))
                 passes["before"].append(await run())
                 advance("a batch on a small pool")
-                moved = await asyncio.to_thread(admin.run, MoveLayers("d0", "p0", (10, 20)))
-                if moved.state != "done":
-                    raise UserError(f"layers {moved.state}: {moved.error}")
+                await done(admin, MoveLayers("d0", "p0", (10, 20)))
                 passes["after"].append(await run())
                 advance("the same with ten layers away")
     return _batch_samples(passes["before"], passes["after"])
@@ -427,16 +418,14 @@ async def run_batch(
     output_tokens: int,
 ) -> BatchRun:
     """Send all prompts at once and wait for all answers."""
-    calls = [
-        CompletionCall.exact(str(i), list(prompt), output_tokens)
-        for i, prompt in enumerate(prompts)
-    ]
-    preempted = _preemptions(server)
+    calls = CompletionCall.numbered(prompts, output_tokens)
+    metric = partial(server.metric, instance_id="d0")
+    preempted = metric("vllm:num_preemptions_total")
     began_s = client.clock.now()
     sending = asyncio.gather(*(client.send(call) for call in calls))
     seen: list[float] = []
     while not sending.done():
-        seen.append(await asyncio.to_thread(_running, server))
+        seen.append(await asyncio.to_thread(metric, "vllm:num_requests_running"))
         await asyncio.sleep(_LOOK_S)
     seconds = client.clock.now() - began_s
     records = [one.checked() for one in await sending]
@@ -446,18 +435,10 @@ async def run_batch(
     return BatchRun(
         tokens_per_s=len(calls) * output_tokens / seconds,
         running=sum(busy) / len(busy),
-        preemptions=_preemptions(server) - preempted,
+        preemptions=metric("vllm:num_preemptions_total") - preempted,
         num_blocks=host.num_blocks,
         token_ids=[record.token_ids for record in records],
     )
-
-
-def _running(server: Server) -> float:
-    return server.metric("vllm:num_requests_running", instance_id="d0")
-
-
-def _preemptions(server: Server) -> float:
-    return server.metric("vllm:num_preemptions_total", instance_id="d0")
 
 
 def _batch_samples(before: Sequence[BatchRun], after: Sequence[BatchRun]) -> Samples:

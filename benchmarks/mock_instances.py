@@ -21,6 +21,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from banaserve.base import models
 from banaserve.base.arguments import positive
@@ -28,11 +29,11 @@ from banaserve.base.net.sockets import raise_descriptor_limit
 from banaserve.base.platform.run_dir import find_admin
 from banaserve.contracts.control_api import ScaleRequest
 from banaserve.contracts.restart_api import RestartRequest
-from banaserve.frontdoor.admin_client import AdminClient
+from banaserve.frontdoor.admin_client import AdminClient, Ask, OperationClient
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve_bench.loadgen.servers import Server, command_server
 from benchmarks.location import ROOT
-from benchmarks.measurement import Measurement, parser_of
+from benchmarks.measurement import Measurement, parser_of, with_units
 
 _MOCKS = ROOT / "tests" / "mock_engine"
 _FEW = 2
@@ -46,6 +47,14 @@ _NOTES = (
     "client, front door, store and cores share the processors of one machine",
     f"memory an instance: beside a server of {_FEW} instances",
 )
+_UNITS = {
+    "_per_s": "1/s",
+    "_fraction": "ratio",
+    "_mb": "MB",
+    "_streams": "count",
+    "_lost": "count",
+    "_s": "s",
+}
 MockSamples = dict[str, list[float]]
 """Samples by figure, one for each run."""
 
@@ -67,14 +76,8 @@ def main(argv: Sequence[str]) -> int:
         shown = {name: round(found[-1], 3) for name, found in samples.items()}
         print(f"run {number}: {shown}", flush=True)
     lost = sum(sum(samples[f"{name}_lost"]) for name in ("load", "restart", "scale_down"))
-    figures = {name: (found, _unit(name)) for name, found in samples.items()}
-    measurement.deliver(measurement.result(figures, _NOTES))
+    measurement.deliver(measurement.result(with_units(samples, _UNITS), _NOTES))
     return int(lost > 0)
-
-
-def _unit(name: str) -> str:
-    units = {"_s": "s", "_mb": "MB", "_per_s": "1/s", "_fraction": "ratio"}
-    return next((unit for end, unit in reversed(units.items()) if name.endswith(end)), "count")
 
 
 @contextlib.contextmanager
@@ -136,12 +139,12 @@ async def _under_load(
         samples["tokens_per_s"].append(load.num_done * given.tokens / took_s)
         samples["load_cpu_fraction"].append((server.front_cpu_s() - cpu_s) / took_s)
         _count(samples, "load", load)
-        restarting = asyncio.to_thread(_restart, admin)
+        restarting = asyncio.to_thread(_done_s, admin.restarts, RestartRequest())
         samples["restart_s"].append(await load.beside(given.concurrency, restarting))
         _count(samples, "restart", load)
         prefill = max(1, given.instances // 8)
         ask = ScaleRequest(prefill, given.instances // 2 - prefill)
-        scaling = asyncio.to_thread(_scale, admin, ask)
+        scaling = asyncio.to_thread(_done_s, admin.scalings, ask)
         samples["scale_down_s"].append(await load.beside(given.concurrency, scaling))
         _count(samples, "scale_down", load)
 
@@ -154,21 +157,13 @@ def _count(samples: MockSamples, what: str, load: ComparedStreams) -> None:
     load.num_done, load.lost = 0, []
 
 
-def _restart(admin: AdminClient) -> float:
+def _done_s(operations: OperationClient[Ask, Any], ask: Ask) -> float:
+    """Return the seconds that an operation takes. Blocking."""
     began_s = time.monotonic()
-    restart = admin.restarts.begin(RestartRequest())
-    while restart.is_open and time.monotonic() < began_s + _CHANGE_S:
-        restart = admin.restarts.show(restart.id, wait_s=20.0)
-    assert restart.state == "done", restart
-    return time.monotonic() - began_s
-
-
-def _scale(admin: AdminClient, ask: ScaleRequest) -> float:
-    began_s = time.monotonic()
-    scaling = admin.scalings.begin(ask)
-    while scaling.is_open and time.monotonic() < began_s + _CHANGE_S:
-        scaling = admin.scalings.show(scaling.id, wait_s=20.0)
-    assert scaling.state == "done", scaling
+    state = operations.begin(ask)
+    while state.is_open and time.monotonic() < began_s + _CHANGE_S:
+        state = operations.show(state.id, wait_s=20.0)
+    assert state.state == "done", state
     return time.monotonic() - began_s
 
 
@@ -229,6 +224,4 @@ class ComparedStreams:
     async def _ask(self, number: int) -> RequestRecord:
         prompt = [1000 + number, *range(2000, 2000 + _PROMPT_TOKENS)]
         name = f"{number}-{next(self._numbers)}"
-        extra = {"ignore_eos": True}
-        call = CompletionCall(name, prompt=prompt, max_tokens=self._num_tokens, extra=extra)
-        return await self._client.send(call)
+        return await self._client.send(CompletionCall.exact(name, prompt, self._num_tokens))

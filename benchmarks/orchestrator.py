@@ -18,9 +18,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from math import log2
 
-from rich.console import Console
-from rich.progress import Progress
-
 from banaserve.base.arguments import positive
 from banaserve.base.errors import UserError
 from banaserve.base.types import (
@@ -39,7 +36,7 @@ from banaserve.sim.system import System, preset
 from banaserve_bench.results.statistics import median
 from banaserve_bench.simulation.parallel import simulate_in_parts
 from banaserve_bench.simulation.workload import Lengths, LoadPhase, drawn
-from benchmarks.measurement import Measurement, parser_of
+from benchmarks.measurement import Measurement, parser_of, progress_of, with_units
 
 _SIZES = (8, 64, 512, 4096)
 _PROFILE = "opt-13b-a100"
@@ -52,7 +49,13 @@ _KINDS = (
 )
 _NOW_S = 100.0
 _ROLES = (("p", Role.PREFILL), ("d", Role.DECODE))
-_UNITS = {"_per_s": "requests/s", "_cpu_s": "requests/s of CPU", "_n_log_n": "times n log n"}
+_UNITS = {
+    "_ms_": "ms",
+    "_per_s": "requests/s",
+    "_per_cpu_s": "requests/s of CPU",
+    "_n_log_n": "times n log n",
+    "simulation_s": "s",
+}
 _NOTES = (
     "decision_ms_N: one plan of the repaired policy over N instances whose loads are drawn at "
     "random, so that the plan has as many steps as it may; decision_even_ms_N: loads within 0.04 "
@@ -67,22 +70,20 @@ _NOTES = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and write the result; return the exit code."""
     given = _parse(argv)
     measurement = Measurement("orchestrator", given)
     samples: dict[str, list[float]] = defaultdict(list)
     raw = {}
-    with Progress(transient=True, console=Console(stderr=True)) as progress:
-        task = progress.add_task("decisions", total=given.runs * len(_SIZES) + given.sim_runs)
+    num_parts = given.runs * len(_SIZES) + given.sim_runs
+    with progress_of(num_parts, "decisions") as advance:
         for run in range(given.runs):
             for size in _SIZES:
                 _time_decisions(size, given.seed + run, samples)
-                progress.advance(task)
+                advance("decisions")
         for run in range(given.sim_runs):
-            progress.update(task, description=f"simulating {given.requests} requests")
             raw = _time_simulation(given, given.seed + run, samples)
-            progress.advance(task)
-    figures = {name: (found, _unit(name)) for name, found in samples.items()}
+            advance("simulations")
+    figures = with_units(samples, _UNITS)
     measurement.deliver(measurement.result(figures, _NOTES, raw={"last_simulation": raw}))
     return 0
 
@@ -104,12 +105,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     num_cells = len(cells_of(system(given.instances, given.cell_size)))
     given.processes = given.processes or min(len(os.sched_getaffinity(0)), num_cells)
     return given
-
-
-def _unit(name: str) -> str:
-    if "_ms_" in name:
-        return "ms"
-    return next((unit for end, unit in _UNITS.items() if name.endswith(end)), "s")
 
 
 def _time_decisions(size: int, seed: int, samples: dict[str, list[float]]) -> None:

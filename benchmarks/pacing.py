@@ -9,32 +9,27 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
-
-from rich.progress import Progress
 
 from banaserve.base.arguments import positive
 from banaserve.base.config.serve_config import MINIATURE, parse_pd
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve.orchestrator.control.costs.profile import Profile
-from banaserve.pacing.step_log import PacedStep, StepReader, readers
+from banaserve.pacing.step_log import PacedStep, readers
 from banaserve.sim.request import SimRequest
 from banaserve.sim.system import preset
 from banaserve_bench.loadgen import arrivals
 from banaserve_bench.loadgen.client import OpenAiClient, RequestRecord
 from banaserve_bench.loadgen.modelled_time import modelled_time
-from banaserve_bench.loadgen.servers import banaserve_server
 from banaserve_bench.results.result import ModelledTime, Result
 from banaserve_bench.results.statistics import median, percentile
 from banaserve_bench.serving.simulated_requests import CaseRequest, send
 from banaserve_bench.serving.summary import tpot_s
 from banaserve_bench.simulation.run import simulate
-from benchmarks.measurement import Measurement, Samples, parser_of
+from benchmarks.measurement import Measurement, Samples, administered_server, parser_of, progress_of
 
 _TOKEN_IDS = (500, 40_000)
 _WARM_UP = 4
@@ -67,7 +62,6 @@ class PacedRun:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and write the result; return the exit code."""
     given = _parse(argv)
     measurement = Measurement("pacing", given)
     measurement.deliver(asyncio.run(_measure(given, measurement)))
@@ -95,7 +89,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def draw(given: argparse.Namespace) -> list[PacedRequest]:
-    """Return the requests of every run."""
     draws = random.Random(given.seed)
     times_s = arrivals.poisson(given.rate, given.requests, given.seed)
     return [
@@ -125,13 +118,11 @@ async def _measure(given: argparse.Namespace, measurement: Measurement) -> Resul
     figures: Samples = {}
     runs = []
     simulated = predicted(profile, given.pd, asks)
-    with Progress(transient=True) as progress:
-        task = progress.add_task("starting", total=len(given.dilations))
+    with progress_of(len(given.dilations), "starting") as advance:
         for dilation in given.dilations:
-            progress.update(task, description=f"dilation {dilation:g}")
             runs.append(await _run(given, profile, asks, dilation))
             figures |= figures_of(runs[-1], simulated)
-            progress.advance(task)
+            advance(f"dilation {dilation:g} has run")
     return measurement.result(
         figures,
         _NOTES,
@@ -144,32 +135,23 @@ async def _run(
     given: argparse.Namespace, profile: Profile, asks: Sequence[PacedRequest], dilation: float
 ) -> PacedRun:
     options = ("--pace", given.profile, "--dilate", str(dilation), "--pd", given.pd)
-    with TemporaryDirectory(prefix="bench-") as folder:
-        run_dir = Path(folder) / "run"
-        with banaserve_server(MINIATURE, *options, "--run-dir", str(run_dir)) as server:
-            async with OpenAiClient(server.url, f"paced-{profile.name}") as client:
-                warm_up = [PacedRequest(0.0, ask.prompt[::-1], 8) for ask in asks[:_WARM_UP]]
-                await send(client, warm_up, dilation)
-                before = {log.instance_id: log.sums() for log in readers(run_dir)}
-                records = [one.checked() for one in await send(client, asks, dilation)]
-            told = modelled_time(server.url)
-            assert told is not None
-            steps, overrun = {}, {}
-            for log in _with_steps(run_dir):
-                first = before[log.instance_id]
-                sums = log.sums()
-                steps[log.instance_id] = log.steps(since=first.num_steps)
-                overrun[log.instance_id] = (sums.num_overrun - first.num_overrun) / max(
-                    1, sums.num_steps - first.num_steps
-                )
+    with administered_server(MINIATURE, *options) as (server, _, run_dir):
+        async with OpenAiClient(server.url, f"paced-{profile.name}") as client:
+            warm_up = [PacedRequest(0.0, ask.prompt[::-1], 8) for ask in asks[:_WARM_UP]]
+            await send(client, warm_up, dilation)
+            before = {log.instance_id: log.sums() for log in readers(run_dir)}
+            records = [one.checked() for one in await send(client, asks, dilation)]
+        told = modelled_time(server.url)
+        assert told is not None
+        steps, overrun = {}, {}
+        for log in readers(run_dir):
+            first, sums = before[log.instance_id], log.sums()
+            steps[log.instance_id] = log.steps(since=first.num_steps)
+            num_steps = max(1, sums.num_steps - first.num_steps)
+            overrun[log.instance_id] = (sums.num_overrun - first.num_overrun) / num_steps
+    if not steps:
+        raise UserError("the server recorded no steps")
     return PacedRun(dilation, records, steps, overrun, told)
-
-
-def _with_steps(run_dir: Path) -> Iterator[StepReader]:
-    found = list(readers(run_dir))
-    if not found:
-        raise UserError(f"the server recorded no steps in {run_dir}")
-    yield from found
 
 
 def figures_of(run: PacedRun, simulated: dict[str, Any]) -> Samples:

@@ -67,7 +67,6 @@ FIGURES = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Draw the picture; return the exit code."""
     parser = Parser(prog=COMMAND, description=__doc__)
     parser.add_argument("--out", type=Path, default=FOLDER)
     given = parser.parse_args(list(argv))

@@ -19,7 +19,6 @@ from math import isnan
 from typing import Any
 
 import numpy as np
-from rich.progress import Progress
 
 from banaserve.base import models
 from banaserve.base.arguments import positive
@@ -27,7 +26,14 @@ from banaserve.base.errors import UserError
 from banaserve_bench.results.statistics import median, paired_ratios
 from benchmarks.drivers.layer_pipeline import Prefill, hidden_fraction, pipeline
 from benchmarks.drivers.traced_engine import TracedEngine, traced_engine
-from benchmarks.measurement import Measurement, Samples, model_of, parser_of, random_tokens
+from benchmarks.measurement import (
+    Measurement,
+    Samples,
+    model_of,
+    parser_of,
+    progress_of,
+    random_tokens,
+)
 from benchmarks.random_model import SIZES, random_weights
 
 _FACTORS = (0.2, 0.4, 0.6, 0.8, 1.25, 2.0, 4.0)
@@ -56,7 +62,6 @@ _NOTES = [
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and write the result; return the exit code."""
     parser = parser_of("pipeline", __doc__)
     parser.add_argument("--model", default=models.PACKAGED)
     parser.add_argument("--size", choices=sorted(SIZES), help="random weights instead of --model")
@@ -70,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     measurement = Measurement("pipeline", given)
     with model_name(given) as model:
         samples, predicted, warm_compute_s = _measure(given, model)
-    set_by = _prefill_of(predicted, warm_compute_s).break_even_bytes_per_s()
+    set_by = replace(predicted, full_compute_s=warm_compute_s).break_even_bytes_per_s()
     figures, raw = _figures(samples, predicted, set_by), _raw(samples, predicted, set_by)
     measurement.deliver(measurement.result(figures, _NOTES, raw=raw))
     return 0
@@ -87,8 +92,10 @@ def _measure(given: argparse.Namespace, name: str) -> tuple[_Prefills, Prefill, 
     """Return the samples, the prediction, and the computing time that set the bandwidths."""
     model = model_of(name)
     draws = random.Random(given.seed)
-    with traced_engine(model.path_or_id, "512MiB") as engine, Progress(transient=True) as progress:
-        task = progress.add_task("measuring", total=given.runs)
+    with (
+        traced_engine(model.path_or_id, "512MiB") as engine,
+        progress_of(given.runs, "measuring") as advance,
+    ):
         warm = [
             times_of(engine.prefill(_tokens(draws, given.blocks, engine))) for _ in range(_WARM_UPS)
         ]
@@ -98,9 +105,11 @@ def _measure(given: argparse.Namespace, name: str) -> tuple[_Prefills, Prefill, 
         samples = _Prefills([], {(way, f): [] for f in _FACTORS for way in _WAYS})
         for _ in range(given.runs):
             _one_run(given, engine, draws, prefix, predicted.break_even_bytes_per_s(), samples)
-            progress.advance(task)
+            advance("measuring")
     # The bandwidths came from the warm-up; the prediction that counts comes from the runs.
-    predicted = _prefill_of(predicted, median([times.compute_s for times in samples.full]))
+    predicted = replace(
+        predicted, full_compute_s=median([times.compute_s for times in samples.full])
+    )
     return samples, predicted, warm[-1].compute_s
 
 
@@ -207,7 +216,7 @@ def _figures(samples: _Prefills, predicted: Prefill, set_by: float) -> Samples:
     """Return samples and unit of each figure; the factors multiply the bandwidth ``set_by``."""
     full = [times.compute_s for times in samples.full]
     rest = [times.compute_s for times in samples.cached["pipelined", _FACTORS[-1]]]
-    break_evens = [_prefill_of(predicted, s).break_even_bytes_per_s() for s in full]
+    break_evens = [replace(predicted, full_compute_s=s).break_even_bytes_per_s() for s in full]
     equation_12 = [s * (1 - predicted.cached_fraction) for s in full]
     figures = {
         "full_compute": (full, "s"),
@@ -254,10 +263,6 @@ def _raw(samples: _Prefills, predicted: Prefill, set_by: float) -> dict[str, Any
             for times in runs
         ],
     }
-
-
-def _prefill_of(like: Prefill, full_compute_s: float) -> Prefill:
-    return replace(like, full_compute_s=full_compute_s)
 
 
 def _hidden(times: PrefillTimes) -> float:

@@ -11,23 +11,27 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import random
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple
-
-from rich.progress import Progress
 
 from banaserve.base import models
 from banaserve.base.arguments import positive
-from banaserve.base.errors import UserError
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
-from banaserve_bench.loadgen.servers import SHARES_GPU, Server, banaserve_server
+from banaserve_bench.loadgen.servers import SHARES_GPU, Server, banaserve_server, wait_until
 from banaserve_bench.results import result
 from banaserve_bench.results.statistics import paired_ratios
-from benchmarks.measurement import Measurement, Samples, model_of, parser_of, random_tokens
+from benchmarks.measurement import (
+    Measurement,
+    Samples,
+    model_of,
+    parser_of,
+    progress_of,
+    random_tokens,
+)
 from benchmarks.pipeline import model_name
 from benchmarks.random_model import SIZES
 
@@ -38,27 +42,15 @@ _SAME = ("--colocated", "1", "--dtype", "float32", "--no-enable-prefix-caching")
 _STORE = ("--kv-store-size", "1536MiB", "--kv-store-ssd-size", "8GiB")
 
 
-class PrefixCase(NamedTuple):
-    """Share of the prompt that is cached, and the place of the cache."""
-
-    percent: int
-    place: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.percent}_{self.place}" if self.percent else "0"
-
-
 _SHARES = (50, 90)
-_CASES = [
-    PrefixCase(0, "nowhere"),
-    *(PrefixCase(p, place) for p in _SHARES for place in ("ssd", "memory")),
-]
+_CASES = {"0": 0} | {
+    f"{percent}_{place}": percent for percent in _SHARES for place in ("ssd", "memory")
+}
+"""Share of the prompt that is cached, in percent, by share and place of the cache."""
 _RECOMPUTE = "recompute"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and write the result; return the exit code."""
     parser = parser_of("prefix-ttft", __doc__)
     parser.add_argument("--model", default=models.PACKAGED)
     parser.add_argument("--size", choices=sorted(SIZES), help="random weights instead of --model")
@@ -82,32 +74,37 @@ async def _measure(
     given: argparse.Namespace, name: str, folder: Path
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Return times to the first token by case, and the counts of the store's server."""
+    found: dict[str, list[float]] = defaultdict(list)
     model = model_of(name)
     draws = random.Random(given.seed)
     prefixes = [
         {
             percent: random_tokens(draws, whole_blocks(given.prompt_tokens, percent))
-            for percent in (50, 90)
+            for percent in _SHARES
         }
         for _ in range(given.runs)
     ]
-    with Progress(transient=True) as progress:
-        task = progress.add_task("writing prefixes to SSD", total=1 + given.runs)
+    with progress_of(1 + given.runs, "writing prefixes to SSD") as advance:
         with _stored(name, folder) as server:
             await _write(server, model.served_name, [p for run in prefixes for p in run.values()])
-        progress.advance(task)
         with (
             banaserve_server(name, *_same(), "--no-kv-store") as plain,
             _stored(name, folder) as stored,
         ):
-            bench = _Bench(plain, stored, model.served_name, given.prompt_tokens, draws)
-            await bench.warm_up()
+            # First requests take longer; the store's second one reads from memory.
+            for server in (plain, stored, stored):
+                prompt = random_tokens(random.Random(-1), _WARM_UP_TOKENS)
+                await _ttft_s(server, model.served_name, prompt)
             for number, run in enumerate(prefixes):
-                progress.update(task, description=f"run {number + 1} of {given.runs}")
-                await bench.one_run(run, recompute_first=number % 2 == 0)
-                progress.advance(task)
+                advance(f"run {number + 1} of {given.runs}")
+                asked = [(case, stored, run.get(percent, [])) for case, percent in _CASES.items()]
+                asked.insert(number % 2 * len(asked), (_RECOMPUTE, plain, []))
+                for case, server, prefix in asked:
+                    rest = random_tokens(draws, given.prompt_tokens - len(prefix))
+                    ttft_s = await _ttft_s(server, model.served_name, prefix + rest)
+                    found[case].append(ttft_s)
             counts = _counts(stored)
-    return bench.ttft_s, counts
+    return found, counts
 
 
 def _same() -> tuple[str, ...]:
@@ -115,10 +112,8 @@ def _same() -> tuple[str, ...]:
     return (*_SAME, *SHARES_GPU) if result.machine().gpu is not None else _SAME
 
 
-@contextlib.contextmanager
-def _stored(model: str, folder: Path) -> Iterator[Server]:
-    with banaserve_server(model, *_same(), *_STORE, "--kv-store-ssd", str(folder)) as server:
-        yield server
+def _stored(model: str, folder: Path) -> AbstractContextManager[Server]:
+    return banaserve_server(model, *_same(), *_STORE, "--kv-store-ssd", str(folder))
 
 
 def whole_blocks(num_tokens: int, percent: int) -> int:
@@ -131,55 +126,20 @@ async def _write(server: Server, model: str, prefixes: list[list[int]]) -> None:
     for prefix in prefixes:
         await _ttft_s(server, model, prefix)
     blocks = sum(len(prefix) for prefix in prefixes) // _BLOCK_TOKENS
-    for _ in range(int(_FLUSH_TIMEOUT_S / 0.1)):
-        if server.metric("banaserve_kvstore_tier_stores_total", tier="ssd") >= blocks:
-            return
-        await asyncio.sleep(0.1)
-    raise UserError(f"not all of {blocks} blocks were on SSD after {_FLUSH_TIMEOUT_S:.0f} s")
+    wait_until(
+        lambda: server.metric("banaserve_kvstore_tier_stores_total", tier="ssd") >= blocks,
+        _FLUSH_TIMEOUT_S,
+        f"not all of {blocks} blocks were on SSD after {_FLUSH_TIMEOUT_S:.0f} s",
+    )
 
 
 async def _ttft_s(server: Server, model: str, prompt: list[int]) -> float:
     # By token ids: with random weights the first token may have no text.
     async with OpenAiClient(server.url, model, return_token_ids=True) as client:
         record = await client.send(CompletionCall("one", prompt=prompt, max_tokens=1))
-    if record.error is not None or record.ttft_s is None:
-        raise UserError(f"a request failed: {record.error}")
-    return record.ttft_s
-
-
-class _Bench:
-    """The two servers, and the samples so far."""
-
-    def __init__(
-        self, plain: Server, stored: Server, model: str, prompt_tokens: int, draws: random.Random
-    ) -> None:
-        self._plain = plain
-        self._stored = stored
-        self._model = model
-        self._prompt_tokens = prompt_tokens
-        self._draws = draws
-        self.ttft_s: dict[str, list[float]] = {
-            name: [] for name in (_RECOMPUTE, *(case.name for case in _CASES))
-        }
-
-    async def warm_up(self) -> None:
-        """Serve first requests, which take longer; the store's second one reads from memory."""
-        for server in (self._plain, self._stored, self._stored):
-            prompt = random_tokens(random.Random(-1), _WARM_UP_TOKENS)
-            await _ttft_s(server, self._model, prompt)
-
-    async def one_run(self, prefixes: dict[int, list[int]], recompute_first: bool) -> None:
-        """Measure each case once, and the same prompt without a store."""
-        if recompute_first:
-            await self._sample(_RECOMPUTE, self._plain, [])
-        for case in _CASES:
-            await self._sample(case.name, self._stored, prefixes.get(case.percent, []))
-        if not recompute_first:
-            await self._sample(_RECOMPUTE, self._plain, [])
-
-    async def _sample(self, name: str, server: Server, prefix: list[int]) -> None:
-        prompt = prefix + random_tokens(self._draws, self._prompt_tokens - len(prefix))
-        self.ttft_s[name].append(await _ttft_s(server, self._model, prompt))
+    ttft_s = record.checked().ttft_s
+    assert ttft_s is not None
+    return ttft_s
 
 
 def _counts(stored: Server) -> dict[str, float]:
@@ -223,8 +183,8 @@ def _figures(
     recompute_s = ttft_s[_RECOMPUTE]
     figures = {f"ttft_{name}": (samples, "s") for name, samples in ttft_s.items()}
     for case in _CASES:
-        ratios = paired_ratios(ttft_s[case.name], recompute_s)
-        figures[f"ttft_vs_recompute_{case.name}"] = (ratios, "ratio")
+        ratios = paired_ratios(ttft_s[case], recompute_s)
+        figures[f"ttft_vs_recompute_{case}"] = (ratios, "ratio")
     # One prefix of each share is fetched from SSD in a run.
     expected = given.runs * sum(
         whole_blocks(given.prompt_tokens, percent) // _BLOCK_TOKENS for percent in _SHARES

@@ -7,69 +7,45 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from banaserve.base import models
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-_LLAMA: Mapping[str, Any] = {"max_position_embeddings": 8192, "tie_word_embeddings": False}
-SIZES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+Shape = Mapping[str, Any]
+
+
+def _shape(
+    *, hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, spread: float, **more: int
+) -> Shape:
+    """Return a configuration of transformers; weights are drawn with ``spread``."""
+    return {
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "initializer_range": spread,
+        **more,
+    }
+
+
+_TINY = partial(_shape, hidden=256, layers=8, heads=4, kv_heads=2, spread=0.08)
+_EXPERTS = {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2}
+SIZES: Mapping[str, tuple[str, Shape]] = {
     # Takes seconds on a laptop.
-    "tiny": (
-        "llama",
-        {
-            **_LLAMA,
-            "hidden_size": 256,
-            "intermediate_size": 512,
-            "num_hidden_layers": 8,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "initializer_range": 0.08,
-        },
-    ),
-    "tiny-moe": (
-        "qwen3_moe",
-        {
-            **_LLAMA,
-            "hidden_size": 256,
-            "intermediate_size": 256,
-            "moe_intermediate_size": 128,
-            "num_hidden_layers": 8,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 64,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "initializer_range": 0.08,
-        },
-    ),
+    "tiny": ("llama", _TINY(mlp=512)),
+    "tiny-moe": ("qwen3_moe", _TINY(mlp=256, head_dim=64, **_EXPERTS)),
     # As Llama 3.2 1B and 3.1 8B, except for the vocabulary, which is the packaged model's.
     "1b": (
         "llama",
-        {
-            **_LLAMA,
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "initializer_range": 0.03,
-        },
+        _shape(hidden=2048, mlp=8192, layers=16, heads=32, kv_heads=8, spread=0.03, head_dim=64),
     ),
-    "8b": (
-        "llama",
-        {
-            **_LLAMA,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "initializer_range": 0.02,
-        },
-    ),
+    "8b": ("llama", _shape(hidden=4096, mlp=14336, layers=32, heads=32, kv_heads=8, spread=0.02)),
 }
 """Family and shape, by the name on the command line."""
 

@@ -66,7 +66,6 @@ class BurstRun(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and write the result; return the exit code."""
     parser = parser_of("rebalancing", __doc__)
     add = parser.add_argument
     add("--runs", type=positive, default=3, help="of each server")

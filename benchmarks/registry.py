@@ -107,7 +107,7 @@ BENCHMARKS = {
         "How wrong are simulated means, for each model and GPU, beside those of whole runs?",
     ),
     "simulate-paper": Benchmark(
-        "benchmarks.simulate_paper.__main__", "What does the simulator say of BanaServe's figures?"
+        "benchmarks.simulate_paper.command", "What does the simulator say of BanaServe's figures?"
     ),
     "simulate-seeds": Benchmark(
         "benchmarks.simulate_seeds.command",

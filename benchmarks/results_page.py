@@ -20,7 +20,7 @@ from typing import NamedTuple
 from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
 from banaserve_bench.report import plots, tables
-from banaserve_bench.report.report import facts_of, result_files, section_of
+from banaserve_bench.report.report import facts_of, result_files, systems_of
 from banaserve_bench.results import result
 from banaserve_bench.results.result import Result
 from benchmarks.break_even import page as break_even
@@ -67,7 +67,6 @@ class Asked(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Build the pages and print the path of the first; return the exit code."""
     parser = Parser(prog=COMMAND, description=__doc__)
     parser.add_argument("--out", type=Path, default=BUILT, metavar="DIR")
     print(build(parser.parse_args(list(argv)).out))
@@ -120,7 +119,8 @@ def _write_own_page(record: Result, path: Path) -> None:
         path.write_text(OWN_PAGES[name](record))
     if name == "simulate-paper":
         for figure in FIGURES:
-            simulate_paper.plot(record, figure, path.with_name(simulate_paper.picture_name(figure)))
+            drawn = path.with_name(simulate_paper.picture_name(figure))
+            drawn.write_text(simulate_paper.picture(record, figure))
 
 
 def stale_results(folder: Path) -> frozenset[Path] | None:
@@ -203,17 +203,15 @@ def _arguments(record: Result) -> str:
 
 
 def _contents(records: Sequence[tuple[Path, Result]], stale_paths: Collection[Path] | None) -> str:
-    lines = ["| Result | Question | Date | Code since |", "| --- | --- | --- | --- |"]
+    table = [["Result", "Question", "Date", "Code since"]]
     for path, record in records:
         title = _title(path)
         date = f"{record.started_at:%Y-%m-%d}"
         state = "unknown: the history is not whole"
         if stale_paths is not None:
             state = "changed: stale" if path in stale_paths else "the same"
-        lines.append(
-            f"| [{title}](#{_anchor(title)}) | {asked(record).question} | {date} | {state} |"
-        )
-    return "\n".join(lines)
+        table.append([f"[{title}](#{_anchor(title)})", asked(record).question, date, state])
+    return tables.as_markdown(table)
 
 
 def _section(path: Path, record: Result, is_stale: bool) -> str:
@@ -237,8 +235,9 @@ def _figures(path: Path, record: Result) -> str:
     if own and len(record.figures) > MAX_FIGURES:
         return f"{len(record.figures)} figures, in tables of their own: [{own}](results/{own})."
     if "systems" in record.raw:
-        section = section_of(record)
-        return "\n\n".join(filter(None, [tables.as_markdown(section.table), section.table_note]))
+        systems = systems_of(record)
+        table = tables.as_markdown(tables.serving_table(systems))
+        return f"{table}\n\n{tables.MARKS}" if len(systems) > 1 else table
     shown = record.figures
     if len(shown) > MAX_FIGURES:
         patterns = _SHOWN.get(_name(record), ())

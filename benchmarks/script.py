@@ -1,4 +1,4 @@
-"""Start of a module of its own, as on a GPU machine: ``python -m benchmarks.kernel_bandwidth``."""
+"""Start of a module of its own, as on a GPU machine: ``python -m benchmarks.gpu.smoke``."""
 
 from __future__ import annotations
 

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-
-from rich.progress import Progress
 
 from banaserve.base.arguments import positive
 from banaserve.base.errors import UserError
@@ -41,7 +39,8 @@ from banaserve_bench.loadgen.servers import (
 )
 from banaserve_bench.results import result
 from banaserve_bench.results.statistics import median
-from benchmarks.measurement import Measurement, Samples, model_of, parser_of
+from benchmarks.measurement import Measurement, Samples, model_of, parser_of, progress_of
+from benchmarks.migration import done
 from benchmarks.random_model import SIZES, random_weights
 
 _NAME = "m"
@@ -94,13 +93,9 @@ def main(argv: Sequence[str]) -> int:
 async def _measure(options: argparse.Namespace) -> tuple[Seen, Seen]:
     """Return what vLLM's own server answered, and what ours did."""
     environment = _ON_GPU if options.on_gpu else {}
-    with _model(options) as (path, shape), Progress(transient=True) as progress:
+    with _model(options) as (path, shape), contextlib.ExitStack() as stack:
         orders = list(_orders(shape))
-        task = progress.add_task("plain vLLM answers", total=3 + len(orders))
-
-        def tell(what: str) -> None:
-            progress.update(task, advance=1, description=what)
-
+        tell = stack.enter_context(progress_of(3 + len(orders), "plain vLLM answers"))
         same = (
             *("--dtype", options.dtype, "--kv-cache-memory-bytes", str(options.kv_mib << 20)),
             *("--max-model-len", "2048", "--enforce-eager"),
@@ -114,15 +109,13 @@ async def _measure(options: argparse.Namespace) -> tuple[Seen, Seen]:
         tell("banaserve starts")
         with log_folder() as folder:
             run_dir = folder / "run"
-            shared = ("--devices", "0;0") if options.on_gpu else ()
-            ours = ("--pd", "1:1", "--served-model-name", _NAME, "--run-dir", str(run_dir))
-            stall = (
-                ("--migration-stall", str(options.migration_stall))
-                if options.migration_stall
-                else ()
-            )
-            given = (*ours, "--migration", "on", *stall, *shared, *same)
-            with banaserve_server(path, *given, environment=environment) as server:
+            ours = ["--pd", "1:1", "--served-model-name", _NAME, "--run-dir", str(run_dir)]
+            ours += ["--migration", "on", *same]
+            if options.on_gpu:
+                ours += ["--devices", "0;0"]
+            if options.migration_stall:
+                ours += ["--migration-stall", str(options.migration_stall)]
+            with banaserve_server(path, *ours, environment=environment) as server:
                 admin = AdminClient(*find_admin(run_dir))
                 seen = await _serve(server, admin, options, shape, orders, tell)
     return plain, seen
@@ -173,14 +166,11 @@ async def _meanwhile(
     Raises:
         UserError: The move is refused, or has failed.
     """
-    move = asyncio.create_task(asyncio.to_thread(admin.run, order))
+    move = asyncio.create_task(done(admin, order))
     streams += await _together(client, calls)
     while not move.done():
         streams += await _together(client, calls)
-    migration = await move
-    if migration.state != "done":
-        raise UserError(f"migration {migration.state}: {migration.error}")
-    return migration
+    return await move
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,14 +197,14 @@ def _orders(shape: Shape) -> Iterator[MigrationRequest]:
         yield MoveExperts("d0", "p0", dict.fromkeys(range(first, last), half))
 
 
-@contextmanager
+@contextlib.contextmanager
 def _model(options: argparse.Namespace) -> Iterator[tuple[str, Shape]]:
     """Yield a folder with the model, and its shape; random weights are removed afterwards."""
     from transformers import AutoConfig
 
-    weights: AbstractContextManager[str] = random_weights(options.size, options.dtype)
+    weights: contextlib.AbstractContextManager[str] = random_weights(options.size, options.dtype)
     if options.model:
-        weights = nullcontext(model_of(options.model).path_or_id)
+        weights = contextlib.nullcontext(model_of(options.model).path_or_id)
     with weights as path:
         config = AutoConfig.from_pretrained(path)
         experts = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -239,16 +229,11 @@ def _prompts(options: argparse.Namespace, shape: Shape, count: int, seed: int) -
 
 def _calls(options: argparse.Namespace, shape: Shape) -> list[CompletionCall]:
     prompts = _prompts(options, shape, options.prompts, 1)
-    return _exact(prompts, options.output_tokens)
+    return CompletionCall.numbered(prompts, options.output_tokens)
 
 
 def _streams(options: argparse.Namespace, shape: Shape) -> list[CompletionCall]:
-    prompts = _prompts(options, shape, 3, 2)
-    return _exact(prompts, options.stream_tokens)
-
-
-def _exact(prompts: Sequence[list[int]], num_tokens: int) -> list[CompletionCall]:
-    return [CompletionCall.exact(str(n), one, num_tokens) for n, one in enumerate(prompts)]
+    return CompletionCall.numbered(_prompts(options, shape, 3, 2), options.stream_tokens)
 
 
 async def _together(client: OpenAiClient, calls: Sequence[CompletionCall]) -> list[RequestRecord]:
@@ -271,8 +256,8 @@ def _failures(records: Mapping[str, Sequence[RequestRecord]]) -> Iterator[str]:
             yield f"{kind}: {len(errors)} of {len(some)} requests failed: {errors[0]}"
 
 
-def _ttfts(records: Sequence[RequestRecord]) -> list[float]:
-    return [one.first_token_at_s - one.sent_at_s for one in records if one.first_token_at_s]
+def _ttft(records: Sequence[RequestRecord]) -> tuple[list[float], str]:
+    return [median([one.ttft_s for one in records if one.ttft_s is not None])], "s"
 
 
 def _figures(plain: Seen, ours: Seen) -> Samples:
@@ -281,15 +266,15 @@ def _figures(plain: Seen, ours: Seen) -> Samples:
     figures: Samples = {
         "equal_handed_over": ([_equal(ours.alone, plain.alone)], "fraction"),
         "equal_from_store": ([_equal(ours.again, plain.alone)], "fraction"),
-        "ttft_vllm": ([median(_ttfts(plain.alone))], "s"),
-        "ttft": ([median(_ttfts(ours.alone))], "s"),
-        "ttft_from_store": ([median(_ttfts(ours.again))], "s"),
+        "ttft_vllm": _ttft(plain.alone),
+        "ttft": _ttft(ours.alone),
+        "ttft_from_store": _ttft(ours.again),
     }
     for kind, streams in ours.streams.items():
-        equal = _equal(streams, plain.streams[""])
-        figures[f"equal_{kind}"] = ([equal], "fraction")
+        figures[f"equal_{kind}"] = ([_equal(streams, plain.streams[""])], "fraction")
     for kind, (there, home) in ours.moves.items():
-        figures[f"{kind}_s"] = ([_seconds(there)], "s")
+        seconds = sum(sum(move.seconds.values()) for move in there.moves)
+        figures[f"{kind}_s"] = ([seconds], "s")
         figures[f"{kind}_stall"] = ([_fact(there, "stall_s")], "s")
         figures[f"{kind}_stall_home"] = ([_fact(home, "stall_s")], "s")
         copied = _fact(there, "precopy_bytes") + _fact(there, "commit_bytes")
@@ -305,10 +290,6 @@ def _notes(ours: Seen) -> tuple[str, ...]:
         "one prompt at a time, so that both servers compute the same batches; streams together",
         "in bfloat16 a batch may round otherwise, and near ties of tokens fall otherwise",
     )
-
-
-def _seconds(migration: Migration) -> float:
-    return sum(sum(move.seconds.values()) for move in migration.moves)
 
 
 def _fact(migration: Migration, name: str) -> float:

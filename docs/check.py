@@ -1,26 +1,21 @@
-"""Check that what the documents name is there: ``python -m docs.check``, one line a finding.
+"""Links and names of code in documents, and documents that sources name: which are not there.
 
 Links, also their anchors, and paths of documents that sources name, as messages and the page
 under ``/ui`` do; names of code in the form ``file.py:function``, ``file.py:Class`` or
 ``file.py:Class.method``, with the file's path from ``banaserve/`` or the top of the repository; and
-no line that a merge has left.
+no line that a merge has left. ``python -m docs.repository documents`` prints what is found.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = (
-    *("banaserve", "bench/banaserve_bench"),
-    *("plugins/mooncake/banaserve_mooncake", "route/banaserve_route"),
-)
-"""Folders of the packages that are installed: the core, and those that need it."""
+from docs.repository.findings import PACKAGES, ROOT, Finding
+
 # Pages of the reference and of results are written by ``make docs``, not committed.
 REFERENCE = ROOT / "docs" / "reference"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -48,15 +43,6 @@ def documents() -> list[Path]:
     return sorted(path for path in found if path.parent != REFERENCE)
 
 
-def main() -> int:
-    """Print every finding; return 1 where there is one."""
-    findings = [line for document in documents() for line in findings_in(document)]
-    findings += [line for source in sources() for line in named_documents(source)]
-    for line in findings:
-        print(line)
-    return 1 if findings else 0
-
-
 def sources() -> list[Path]:
     """Return the files whose text reaches users: programs, the page, files of containers."""
     folders = (ROOT / name for name in (*PACKAGES, "benchmarks", "docker", "examples"))
@@ -64,13 +50,12 @@ def sources() -> list[Path]:
     return sorted(path for path in found if path.suffix in _SOURCE_SUFFIXES)
 
 
-def named_documents(source: Path) -> Iterator[str]:
-    """Yield one line for each path of a document in a source that leads nowhere in a clone."""
+def named_documents(source: Path) -> Iterator[Finding]:
+    """Yield a finding for each path of a document in a source that leads nowhere in a clone."""
     for number, line in enumerate(source.read_text().splitlines(), start=1):
         for name in _DOCUMENT.findall(line):
             if not (ROOT / name).is_file() or is_built(ROOT / name):
-                place = source.relative_to(ROOT) if ROOT in source.parents else source
-                yield f"{place}:{number}: there is no document {name}"
+                yield Finding(source, number, f"there is no document {name}")
 
 
 def is_built(path: Path) -> bool:
@@ -80,21 +65,20 @@ def is_built(path: Path) -> bool:
     return RESULTS in path.parents and path.suffix != ".json" and not path.is_dir()
 
 
-def findings_in(document: Path) -> Iterator[str]:
-    """Yield one line for each dead link, dead anchor, name that is not there and merge's mark."""
+def findings_in(document: Path) -> Iterator[Finding]:
+    """Yield a finding for each dead link, dead anchor, name that is not there and merge's mark."""
     is_code = False
     for number, line in enumerate(document.read_text().splitlines(), start=1):
-        place = f"{document.relative_to(ROOT) if ROOT in document.parents else document}:{number}"
         is_code ^= bool(_FENCE.match(line))
         if _MERGE_MARK.match(line):
-            yield f"{place}: a merge has left its mark"
+            yield Finding(document, number, "a merge has left its mark")
         if not is_code:
             for target in _LINK.findall(line):
                 if problem := _link_problem(document, target):
-                    yield f"{place}: {problem}"
+                    yield Finding(document, number, problem)
         for path, name in _CODE_NAME.findall(line):
             if problem := code_problem(path, name):
-                yield f"{place}: {problem}"
+                yield Finding(document, number, problem)
 
 
 def code_names(text: str) -> list[tuple[str, str]]:
@@ -151,7 +135,3 @@ def _anchors(document: Path) -> frozenset[str]:
     return frozenset(
         re.sub(r"[^\w\- ]", "", one.lower()).strip().replace(" ", "-") for one in headings
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

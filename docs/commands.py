@@ -62,7 +62,6 @@ def _environment(changes: Mapping[str, str]) -> Iterator[None]:
 
 
 def commands_page() -> str:
-    """Return the page of commands."""
     parts = [f"# Commands\n\n{GENERATED}"]
     for words in command_paths():
         level = "#" * (1 + len(words))

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from benchmarks import results_page
 from docs import reference
-from docs.check import REFERENCE, REFERENCE_PAGES, ROOT, documents
+from docs.check import REFERENCE, REFERENCE_PAGES, documents
+from docs.repository.findings import ROOT
 
 SOURCES = ROOT / "build" / "docs"
 SCRIPTS = ROOT / ".venv" / "docs" / "scripts"

@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from docs.check import ROOT
+from docs.repository.findings import ROOT
 
 RECORD = ROOT / "docs" / "models.json"
 PAGE = ROOT / "docs" / "models.md"
@@ -90,7 +90,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read(path: Path) -> list[Shown]:
-    """Return the rows of a record."""
     return msgspec.json.decode(path.read_bytes(), type=list[Shown])
 
 
@@ -115,7 +114,6 @@ def _has_test(test: str) -> bool:
 
 
 def page(rows: Sequence[Shown]) -> str:
-    """Return the page of a record's rows."""
     found = {(row.family, row.feature): row for row in rows}
     reasons = list(dict.fromkeys(_reason(row) for row in rows if row.reason))
     versions = ", ".join(sorted({row.vllm for row in rows})) or "none"

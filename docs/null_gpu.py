@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from docs.check import ROOT
+from docs.repository.findings import ROOT
 
 RECORD = ROOT / "docs" / "null-gpu.json"
 PAGE = ROOT / "docs" / "null-gpu.md"
@@ -56,7 +56,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def page(rows: Sequence[Shown]) -> str:
-    """Return the page of a record's rows."""
     setups = sorted({(row.vllm, row.runner, row.ranks, row.graphs) for row in rows})
     lines = [
         "# CUDA's path on a GPU that computes nothing",

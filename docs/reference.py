@@ -12,15 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, cast, get_args, get_origin
-from unittest.mock import Mock
+from typing import Any, NamedTuple, get_args, get_origin
 
 import msgspec
 from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.parser import text_string_to_metric_families
-from starlette.applications import Starlette
-from starlette.routing import Route
 
 import banaserve
 from banaserve.contracts.control_api import (
@@ -46,8 +43,6 @@ from banaserve.contracts.migration_api import (
 )
 from banaserve.contracts.restart_api import RestartRequest, RollingRestart
 from banaserve.contracts.trace_events import RequestSummary, RequestTrace
-from banaserve.frontdoor.admin.app import Traces, admin_app
-from banaserve.frontdoor.admin.control import Control
 from banaserve.frontdoor.page.records import PageSnapshot
 from banaserve.kvstore.daemon.metrics import prometheus_text
 from banaserve.kvstore.stats import StoreStats, TierReport
@@ -165,21 +160,6 @@ _ERRORS = {
 }
 
 
-def admin_routes() -> set[tuple[str, str]]:
-    """Return method and path of every route of the admin API, as the server has them."""
-    # The routes' functions ask it only when they are called.
-    nothing = cast(Any, Mock())
-    control, traces = Control(*[nothing] * 8), Traces(nothing, nothing)
-    app = cast(Starlette, admin_app(nothing, control, traces, nothing))
-    return {
-        (method, route.path)
-        for route in app.routes
-        if isinstance(route, Route)
-        for method in route.methods or ()
-        if method != "HEAD"
-    }
-
-
 def openapi() -> dict[str, Any]:
     """Return the admin API as an OpenAPI 3.1 document."""
     types = [one for op in OPERATIONS.values() for one in (op.answer, op.body) if one is not None]
@@ -226,7 +206,6 @@ def _content(words: str, schema: Any) -> dict[str, Any]:
 
 
 def admin_page() -> str:
-    """Return the page of the admin API."""
     document = openapi()
     parts = [
         f"# Admin API\n\n{GENERATED} As OpenAPI: [openapi.json](openapi.json).\n\n"
@@ -320,7 +299,6 @@ def _facts(family: Metric, labels: tuple[str, ...], where: str) -> MetricFacts:
 
 
 def metrics_page() -> str:
-    """Return the page of metrics."""
     rows = [
         (f"`{one.name}`", one.kind, ", ".join(f"`{label}`" for label in one.labels) or "-",
          one.words.replace("|", "/"), one.where)
@@ -366,7 +344,8 @@ def _types(components: Mapping[str, Any]) -> Iterator[str]:
     """Yield a section for each schema, with a table of its fields."""
     for name, schema in components.items():
         about = schema.get("description", "")
-        yield f"### {name}\n\n{_first_line(about)}"
+        first_line = about.strip().partition("\n")[0]
+        yield f"### {name}\n\n{first_line}"
         words, needed = attribute_words(about), schema.get("required", ())
         rows = [
             (
@@ -417,10 +396,6 @@ def _schema_words(schema: Mapping[str, Any]) -> str:
 
 
 # ---- Markdown
-
-
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

@@ -9,18 +9,17 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import NamedTuple
 
-from rich.console import Console
-from rich.table import Table
-
 from banaserve.base.errors import UserError
 from banaserve.base.text.names import check_known
+from banaserve.cli.terminal.console import print_rows
 
 
 class Benchmark(NamedTuple):
     """Entry of the list of benchmarks.
 
     Attributes:
-        module: Module with ``main(argv) -> int``, imported only when it runs, to save imports.
+        module: Module whose ``main(argv)`` runs the benchmark and returns the exit code; imported
+            only then, to save imports.
     """
 
     module: str
@@ -54,7 +53,9 @@ def bench_command(argv: Sequence[str]) -> int:
 def run_benchmark(argv: Sequence[str], benchmarks: Mapping[str, Benchmark], program: str) -> int:
     """Run a benchmark like ``bench_command``, from any list; the help names ``program``."""
     if not argv or argv[0] in ("-h", "--help"):
-        Console().print(_listing(benchmarks, program))
+        listed = ((name, benchmark.question) for name, benchmark in sorted(benchmarks.items()))
+        print(f"{program} NAME [--help]")
+        print_rows([("name", "question it answers"), *listed], {})
         if benchmarks is SUBCOMMANDS:
             print("\nmicro-benchmarks of the parts, from a checkout: make bench NAME=NAME")
         return 0
@@ -67,12 +68,3 @@ def run_benchmark(argv: Sequence[str], benchmarks: Mapping[str, Benchmark], prog
     check_known("benchmark", name, benchmarks)
     exit_code: int = import_module(benchmarks[name].module).main(rest)
     return exit_code
-
-
-def _listing(benchmarks: Mapping[str, Benchmark], program: str) -> Table:
-    shown = Table(title=f"{program} NAME [--help]", box=None, title_justify="left")
-    shown.add_column("name")
-    shown.add_column("question it answers")
-    for name, benchmark in sorted(benchmarks.items()):
-        shown.add_row(name, benchmark.question)
-    return shown

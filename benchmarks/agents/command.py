@@ -36,7 +36,7 @@ from banaserve_bench.results.statistics import paired_ratios
 from benchmarks.agents.figures import COLUMNS, UNITS, ended_turns, equal_fraction, figures_of
 from benchmarks.agents.sessions import TOKENS, coarse, sessions
 from benchmarks.agents.turns import AgentTurn, run_seats
-from benchmarks.elastic_cpu.systems import EMPTIES_CACHES, SystemUnderTest
+from benchmarks.elastic_cpu.systems import EMPTIES_CACHES, empty_caches
 from benchmarks.measurement import Measurement, Samples, parser_of, random_tokens
 
 PLAIN = {"round-robin": "round_robin", "session-affinity": "session_affinity"}
@@ -75,7 +75,6 @@ class SystemRuns(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run all systems, print and write the result; return the exit code."""
     given = _parse(argv)
     measurement = Measurement("agents", given)
     profile = coarse(profiles.load(given.profile))
@@ -90,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
         )
         with _plain_servers(given, same) as servers:
             for name, policy in PLAIN.items():
-                _empty_caches(servers)
+                empty_caches(servers)
                 with balanced(policy, servers) as door:
                     found[name] = _runs(given, name, door.url, profile, servers)
         for name, options in _own_options(given).items():
@@ -173,18 +172,12 @@ async def _run(given: argparse.Namespace, url: str, profile: Profile, seed: int)
         url, f"paced-{profile.name}", return_token_ids=True, read_late=True, clock=clock
     ) as client:
         draws = Random(f"warm {seed}")
-        calls = [
-            CompletionCall.exact(str(n), random_tokens(draws, _WARM_TOKENS), 2)
-            for n in range(2 * given.instances)
-        ]
+        prompts = (random_tokens(draws, _WARM_TOKENS) for _ in range(2 * given.instances))
+        calls = CompletionCall.numbered(prompts, 2)
         for record in await closed_loop(client, calls, len(calls)):
             record.checked()
         made = sessions(given.data, seed, profile.model.max_context_tokens)
         return await run_seats(client, made, seed, given.agents, given.duration)
-
-
-def _empty_caches(servers: Sequence[Server]) -> None:
-    SystemUnderTest("plain", servers[0], tuple(servers)).empty_caches()
 
 
 def _waited(servers: Sequence[Server]) -> float:

@@ -23,7 +23,6 @@ from benchmarks.workers import workers
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the comparisons; return the exit code."""
     parser = parser_of("break-even", __doc__)
     parser.add_argument("--sizes", default="2,4", help="numbers of instances")
     parser.add_argument("--links", default="12.5,50,450", help="GB/s, of the smallest size alone")

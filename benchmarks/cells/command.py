@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, TaskID
+from rich.progress import Progress
 
 from banaserve.base.arguments import positive
 from banaserve.base.errors import UserError
@@ -31,12 +31,24 @@ from banaserve_route.sim.cells_load import CellsLoad
 from banaserve_route.sim.cells_world import CellsSetting, CellsWorld
 from banaserve_route.sim.round_trips import FIVE_REGIONS, read_round_trips
 from benchmarks.cells import growth
-from benchmarks.measurement import Measurement, parser_of
+from benchmarks.measurement import Measurement, parser_of, with_units
 
 _PROFILE = "opt-13b-a100"
 _ROUND_TRIPS = Path("rtt/skyplane_rtt_ms.csv.zst")
-_SHOW_AFTER_S = 2.0
-_UNITS = {"ms": "ms", "us": "us", "kib": "KiB"}
+_UNITS = {
+    "simulated_requests": "requests/s of CPU",
+    "simulated_events": "events/s of CPU",
+    "messages_a_request": "messages",
+    "reports_a_region": "reports",
+    "kib": "KiB",
+    "mib": "MiB",
+    "_us_": "us",
+    "_ms_": "ms",
+    "num_": "count",
+    "lost_or_doubled": "count",
+    "_fraction": "fraction",
+    "_s": "s",
+}
 _NOTES = (
     "router_us_N: one choice of load_aware over a cell of N instances; controller_ms_N: one turn "
     "of a cell's controller, smoothing and a plan of the repaired policy, over loads drawn at "
@@ -62,8 +74,7 @@ def main(argv: Sequence[str]) -> int:
     raw: dict[str, Any] = {"simulations": []}
 
     def record() -> Result:
-        figures = {name: (found, _unit(name)) for name, found in samples.items()}
-        return measurement.result(figures, _NOTES, raw=raw)
+        return measurement.result(with_units(samples, _UNITS), _NOTES, raw=raw)
 
     with Progress(transient=True, console=Console(stderr=True)) as progress:
         # The memory of an instance is measured while the process is still small.
@@ -71,7 +82,8 @@ def main(argv: Sequence[str]) -> int:
             shown = _shown(progress, setting)
             raw["simulations"].append(_simulate(setting, profile, given.seed + run, samples, shown))
             measurement.keep(record())
-        task = progress.add_task("decisions", total=given.runs * _num_growths())
+        num_growths = sum(len(sizes) for _, sizes, _ in _GROWTHS)
+        task = progress.add_task("decisions", total=given.runs * num_growths)
         for run in range(given.runs):
             _time_decisions(given.seed + run, samples, lambda: progress.advance(task))
             measurement.keep(record())
@@ -132,17 +144,13 @@ Shown = Callable[[float, int], None]
 
 
 def _shown(progress: Progress, setting: CellsSetting) -> Shown:
-    """Return a callback of virtual time, which shows a bar once ``_SHOW_AFTER_S`` have passed."""
-    began_s, name = time.monotonic(), f"{setting.instances} instances"
-    tasks: list[TaskID] = []
+    """Return a callback of virtual time, which shows a bar."""
+    name = f"{setting.instances} instances"
+    task = progress.add_task(name, total=setting.load.duration_s)
 
     def told(now_s: float, num_ended: int) -> None:
-        if not tasks and time.monotonic() - began_s > _SHOW_AFTER_S:
-            tasks.append(progress.add_task(name, total=setting.load.duration_s))
-        for task in tasks:
-            progress.update(
-                task, completed=now_s, description=f"{name}: {num_ended} requests have ended"
-            )
+        words = f"{name}: {num_ended} requests have ended"
+        progress.update(task, completed=now_s, description=words)
 
     return told
 
@@ -216,23 +224,3 @@ _GROWTHS = (
     ("kib_of_instance", growth.INSTANCES, growth.kib_of_instance),
     ("kib_of_cell", growth.CELLS, growth.kib_of_cell),
 )
-
-
-def _num_growths() -> int:
-    return sum(len(sizes) for _, sizes, _ in _GROWTHS)
-
-
-def _unit(name: str) -> str:
-    parts = name.split("_")
-    for unit in _UNITS:
-        if unit in parts:
-            return _UNITS[unit]
-    if name == "peak_mib":
-        return "MiB"
-    if name.startswith("simulated_"):
-        return f"{parts[1]}/s of CPU"
-    if name.startswith(("messages", "reports")):
-        return name.split("_")[0]
-    if name.endswith(("_fraction", "_s")):
-        return "s" if name.endswith("_s") else "fraction"
-    return "count"

@@ -58,7 +58,6 @@ PARTS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the cells, show and write the results; return the exit code."""
     parser = Parser(prog="python -m benchmarks elastic", description=__doc__)
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help=f"{_QUICK} cells")

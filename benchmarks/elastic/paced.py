@@ -68,7 +68,6 @@ class Served(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the missing cells, show and write the results; return the exit code."""
     parser = Parser(prog="python -m benchmarks elastic-paced", description=__doc__)
     parser.add_argument("cell", nargs="*", help=", ".join(one.name for one in CELLS))
     parser.add_argument("--duration", type=float, default=75.0, help="of the arrivals, modelled s")

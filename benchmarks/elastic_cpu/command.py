@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from tokenizers import Tokenizer
-
 from banaserve.base import models
 from banaserve.base.arguments import positive
 from banaserve.base.errors import UserError
+from banaserve.cli.terminal.console import timed
 from banaserve_bench.datasets.items import Words
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve_bench.results.statistics import median
@@ -38,7 +38,7 @@ from benchmarks.elastic_cpu.loads import (
     conversations,
     opened,
 )
-from benchmarks.elastic_cpu.systems import Setup, SystemUnderTest, alone, systems
+from benchmarks.elastic_cpu.systems import SystemUnderTest, alone, empty_caches, systems
 from benchmarks.measurement import Measurement, model_of, parser_of
 
 _KV_BYTES = 1 << 30
@@ -46,7 +46,6 @@ _WARM_TRIES, _WARM_AGAIN_S = 40, 0.5
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the rounds, writing the result after each; return the exit code."""
     given = _parse(argv)
     asyncio.run(_measure(given, Measurement("elastic-cpu", given)))
     return 0
@@ -72,27 +71,23 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return given
 
 
-def _setup(given: argparse.Namespace, model: models.ResolvedModel) -> Setup:
+def _same(given: argparse.Namespace) -> list[str]:
     same = ["--kv-cache-memory-bytes", str(_KV_BYTES)]
     if given.eager:
         same.append("--enforce-eager")
     if given.dtype != "auto":
         same += ["--dtype", given.dtype]
-    return Setup(model, tuple(same), tuple(given.serve_option), given.routers)
+    return same
 
 
 async def _measure(given: argparse.Namespace, measurement: Measurement) -> None:
     model = model_of(models.PACKAGED)
-    words = Words(Tokenizer.from_file(str(Path(model.path_or_id) / "tokenizer.json")))
-    began_s = time.monotonic()
-
-    def say(line: str) -> None:
-        print(f"{time.monotonic() - began_s:6.1f} s  {line}", flush=True)
-
+    words = Words.of(model.path_or_id)
+    say = timed(sys.stdout)
     say("starting one banaserve, two vLLM servers and two balancers")
     samples: dict[tuple[str, str], list[LoadSample]] = defaultdict(list)
     loads = {name: LOADS[name].shortened() if given.quick else LOADS[name] for name in given.load}
-    with systems(_setup(given, model)) as running:
+    with systems(model, _same(given), given.serve_option, given.routers) as running:
         rates = {}
         for name, load in loads.items():
             rates[name] = await _warm(given, name, load, running, words, model.served_name)
@@ -135,7 +130,7 @@ async def _warm(
     speeds = []
     for one in running.values():
         what = conversations(load, -(-load.closed // 2), f"{given.seed} {name} warm", words)
-        one.empty_caches()
+        empty_caches(one.plain)
         async with OpenAiClient(one.running.url, model) as client:
             await _reached(client, what[0].questions[0])
             began_s = time.monotonic()
@@ -160,7 +155,7 @@ async def _reached(client: OpenAiClient, prompt: str) -> None:
 async def _sample(
     one: SystemUnderTest, load: ChatLoad, rate_per_s: float, key: str, words: Words, model: str
 ) -> LoadSample:
-    one.empty_caches()
+    empty_caches(one.plain)
     busy = conversations(load, load.closed, f"{key} closed", words)
     calm = conversations(load, load.open, f"{key} open", words)
     async with OpenAiClient(one.running.url, model, return_token_ids=True) as client:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from banaserve_bench.datasets.items import Words
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
+from banaserve_bench.loadgen.loops import side_by_side
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,17 +114,8 @@ async def closed(
     client: OpenAiClient, what: Sequence[Conversation], concurrency: int
 ) -> list[RequestRecord]:
     """Keep ``concurrency`` conversations under way; return the records, in their order."""
-    found: dict[int, list[RequestRecord]] = {}
-    waiting = iter(enumerate(what))
-
-    async def work() -> None:
-        for place, conversation in waiting:
-            found[place] = await hold(client, conversation)
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(concurrency):
-            group.create_task(work())
-    return [record for place in range(len(what)) for record in found[place]]
+    found = await side_by_side(lambda one: hold(client, one), what, concurrency)
+    return [record for records in found for record in records]
 
 
 async def opened(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -24,6 +23,7 @@ from banaserve_bench.loadgen.servers import (
     Server,
     banaserve_server,
     command_server,
+    route_command,
     vllm_server,
 )
 from benchmarks.elastic_cpu.figures import OURS, PEERS, Work
@@ -42,41 +42,12 @@ _RESET_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
-    """Model and options of the systems to start.
-
-    Attributes:
-        same: Options of every engine.
-        serve_options: Options of banaserve, in addition to ``same``.
-        routers: Folder of other routers' environments; None takes ``banaserve route``.
-    """
-
-    model: ResolvedModel
-    same: tuple[str, ...]
-    serve_options: tuple[str, ...]
-    routers: Path | None
-
-
-@dataclass(frozen=True, slots=True)
 class SystemUnderTest:
-    """A system that runs; ``plain`` are the vLLM servers below it, whose caches can be emptied."""
+    """A system that runs; ``plain`` are the vLLM servers below it, whose caches are emptied."""
 
     name: str
     running: Running
     plain: tuple[Server, ...] = ()
-
-    def empty_caches(self) -> None:
-        """Empty the prefix caches of plain servers. Blocking.
-
-        Raises:
-            UserError: A server does not empty its cache.
-        """
-        for server in self.plain:
-            asked = urllib.request.Request(f"{server.url}/reset_prefix_cache", method="POST")
-            try:
-                urllib.request.urlopen(asked, timeout=_RESET_S).close()
-            except (urllib.error.URLError, OSError) as error:
-                raise UserError(f"a vLLM server keeps its prefix cache: {error}") from error
 
     def decisions(self) -> dict[str, float]:
         """Return the elastic policy's counts so far; empty for systems without such a policy."""
@@ -109,6 +80,20 @@ class SystemUnderTest:
             before_s = now_s
 
 
+def empty_caches(servers: Iterable[Server]) -> None:
+    """Empty the prefix caches of plain servers. Blocking.
+
+    Raises:
+        UserError: A server does not empty its cache.
+    """
+    for server in servers:
+        asked = urllib.request.Request(f"{server.url}/reset_prefix_cache", method="POST")
+        try:
+            urllib.request.urlopen(asked, timeout=_RESET_S).close()
+        except (urllib.error.URLError, OSError) as error:
+            raise UserError(f"a vLLM server keeps its prefix cache: {error}") from error
+
+
 @contextlib.contextmanager
 def alone(one: SystemUnderTest, all_of_them: Iterable[SystemUnderTest]) -> Iterator[None]:
     """Suspend all processes of other systems: a user has one system, and idle engines take time."""
@@ -127,31 +112,36 @@ def alone(one: SystemUnderTest, all_of_them: Iterable[SystemUnderTest]) -> Itera
 
 
 @contextlib.contextmanager
-def systems(setup: Setup) -> Iterator[Mapping[str, SystemUnderTest]]:
+def systems(
+    model: ResolvedModel, same: Sequence[str], serve_options: Sequence[str], routers: Path | None
+) -> Iterator[Mapping[str, SystemUnderTest]]:
     """Start all systems.
+
+    Args:
+        same: Options of every engine.
+        serve_options: Options of banaserve, in addition to ``same``.
+        routers: Folder of other routers' environments; None takes ``banaserve route``.
 
     Raises:
         UserError: A system does not start.
     """
-    model, found = setup.model, {}
+    found = {}
     with contextlib.ExitStack() as stack:
         ours = banaserve_server(
             model.served_name,
             *("--instances", str(NUM_INSTANCES), "--elastic", "--threads-per-instance", "1"),
-            *setup.same,
-            *setup.serve_options,
+            *same,
+            *serve_options,
         )
         found[OURS] = SystemUnderTest(OURS, stack.enter_context(ours))
         plain = tuple(
             stack.enter_context(
-                vllm_server(
-                    model.path_or_id, model.served_name, *setup.same, environment=EMPTIES_CACHES
-                )
+                vllm_server(model.path_or_id, model.served_name, *same, environment=EMPTIES_CACHES)
             )
             for _ in range(NUM_INSTANCES)
         )
         for name, policy in _POLICIES.items():
-            command = _balancer(setup.routers, policy, [server.url for server in plain])
+            command = _balancer(routers, policy, [server.url for server in plain])
             balancer = stack.enter_context(command_server(command, name))
             found[name] = SystemUnderTest(name, Balanced(balancer, plain), plain)
         yield found
@@ -160,7 +150,4 @@ def systems(setup: Setup) -> Iterator[Mapping[str, SystemUnderTest]]:
 def _balancer(routers: Path | None, policy: str, urls: Sequence[str]) -> list[str]:
     if routers is not None:
         return peer_command(routers, _ROUTER, policy, urls)
-    command = [sys.executable, "-m", "banaserve", "route", "--policy", policy]
-    for url in urls:
-        command += ["--replica", url]
-    return command
+    return route_command(policy, urls)

@@ -31,7 +31,6 @@ from banaserve.base.errors import UserError
 from benchmarks.gpu.fatbins import keep_architectures
 from benchmarks.gpu.kit_files import KIT, Kit, version_of
 from benchmarks.location import ROOT
-from benchmarks.script import run_script
 
 _PYTHON = "3.12"
 _TRAVELS_BYTES = 64 << 20
@@ -64,7 +63,6 @@ _MODEL_FILES = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Build the kit and print its size."""
     parser = Parser(prog="python -m benchmarks gpu-kit", description=__doc__)
     add = parser.add_argument
     add("--out", type=Path, default=ROOT / KIT, help="folder of the kit")
@@ -333,7 +331,3 @@ def _run(
 
 def _mb(size: int) -> str:
     return f"{size / 1e6:.1f} MB"
-
-
-if __name__ == "__main__":
-    run_script(main)

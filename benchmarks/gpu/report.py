@@ -33,7 +33,6 @@ from benchmarks.gpu import device
 from benchmarks.gpu.kit_files import KIT, Kit
 from benchmarks.location import ROOT, environment
 from benchmarks.random_model import SIZES
-from benchmarks.script import run_script
 
 BUDGET_S = 1800.0
 _QUICK_BUDGET_S = 300.0
@@ -309,7 +308,3 @@ def _read(out: Path) -> dict[str, StageOutcome]:
         return {one.name: one for one in msgspec.json.decode(said, type=list[StageOutcome])}
     except msgspec.DecodeError as error:
         raise UserError(f"{out / _STATE_FILE}: {error}: remove it, and all stages run") from error
-
-
-if __name__ == "__main__":
-    run_script(main)

@@ -44,14 +44,14 @@ _UNITS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and write the result; return the exit code."""
     given = _parse(argv)
     device = torch.device(given.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("there is no CUDA GPU: run it where one is, or give --device cpu")
     started_at = datetime.now(UTC)
     kernels, reason = pick(device, given.kernels)
-    notes = [f"kernels: {kernels.name} ({reason})", f"device: {_device_name(device)}"]
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    notes = [f"kernels: {kernels.name} ({reason})", f"device: {name}"]
     if device.type != "cuda":
         notes.append("not on a GPU: these figures say nothing of the kernels' speed")
     samples: Samples = defaultdict(list)
@@ -150,10 +150,6 @@ def _sweep(
 
 def _unit(name: str) -> str:
     return next(unit for end, unit in _UNITS.items() if name.endswith(end))
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 if __name__ == "__main__":

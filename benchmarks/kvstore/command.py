@@ -11,10 +11,8 @@ import argparse
 import contextlib
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-
-from rich.progress import Progress
 
 from banaserve.base.arguments import positive
 from banaserve_bench.results.statistics import median
@@ -27,7 +25,7 @@ from benchmarks.kvstore.memory import (
     PoolTimes,
     store_daemon,
 )
-from benchmarks.measurement import Measurement, parser_of
+from benchmarks.measurement import Measurement, parser_of, progress_of, with_units
 
 _POOL_SIZE = "512MiB"
 _NUM_LOOKUPS = 300
@@ -44,20 +42,19 @@ _FIRST = (
     "round_trips_per_request",
 )
 StoreSamples = dict[str, list[float]]
+Advance = Callable[[str], None]
 _UNITS = {"fraction": "fraction", "gb_per_s": "GB/s", "per_s": "calls/s", "request": "calls"}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and write the result; return the exit code."""
     given = _parse(argv)
     measurement = Measurement("kvstore", given)
     samples: StoreSamples = defaultdict(list)
-    with Progress(transient=True) as progress:
-        notes = _memory(given, samples, progress)
-        notes += _disk(given, samples, progress)
-    names = [*_FIRST, *(name for name in samples if name not in _FIRST)]
-    figures = {name: (samples[name], _unit(name)) for name in names}
-    measurement.deliver(measurement.result(figures, notes))
+    with progress_of(2 * given.runs, "pool") as advance:
+        notes = _memory(given, samples, advance)
+        notes += _disk(given, samples, advance)
+    ordered = {name: samples[name] for name in (*_FIRST, *samples)}
+    measurement.deliver(measurement.result(with_units(ordered, _UNITS), notes))
     return 0
 
 
@@ -74,12 +71,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(list(argv))
 
 
-def _unit(name: str) -> str:
-    return next(unit for part, unit in _UNITS.items() if part in name)
-
-
-def _memory(given: argparse.Namespace, samples: StoreSamples, progress: Progress) -> list[str]:
-    task = progress.add_task("pool", total=given.runs)
+def _memory(given: argparse.Namespace, samples: StoreSamples, advance: Advance) -> list[str]:
     with contextlib.ExitStack() as stack:
         benches: list[tuple[str, PoolBench]] = []
         for block_bytes in BLOCK_BYTES:
@@ -95,7 +87,7 @@ def _memory(given: argparse.Namespace, samples: StoreSamples, progress: Progress
                 bench.run("layers")
         for _ in range(given.runs):
             _memory_run(benches, given, samples)
-            progress.advance(task)
+            advance("pool")
     return [
         f"put: reserve, copy, commit; get: lease, copy, release; {given.blocks} blocks a request, "
         "one block where it says single",
@@ -134,8 +126,7 @@ def _memory_run(
     samples["round_trips_per_request"].append(benches[0][1].round_trips())
 
 
-def _disk(given: argparse.Namespace, samples: StoreSamples, progress: Progress) -> list[str]:
-    task = progress.add_task("disk", total=given.runs)
+def _disk(given: argparse.Namespace, samples: StoreSamples, advance: Advance) -> list[str]:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=given.folder)))
         check_direct(folder)
@@ -163,7 +154,7 @@ def _disk(given: argparse.Namespace, samples: StoreSamples, progress: Progress) 
             for name, seconds in zip(DiskTimes._fields, total, strict=True):
                 rate = num_bytes / seconds / 1e9
                 samples[f"disk_{name.removesuffix('_s')}_gb_per_s"].append(rate)
-            progress.advance(task)
+            advance("disk")
         direct = "past" if benches[0][1].is_direct else "through"
         return [
             f"disk: {given.depth} transfers at once; raw: pwritev and preadv with O_DIRECT from "

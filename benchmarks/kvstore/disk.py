@@ -37,6 +37,9 @@ class DiskBench:
         num_blocks: Number of blocks of a run.
         depth: Number of transfers under way at once.
         seed: Seed of the bytes and of the order of reads.
+
+    Attributes:
+        is_direct: True if the tier goes past the page cache.
     """
 
     def __init__(
@@ -51,14 +54,10 @@ class DiskBench:
         # The queue is twice as deep, since stores may use three quarters of it only.
         budget_bytes = 2 * num_blocks * record_bytes(block_bytes)
         self._tier = SsdTier(folder / "tier", budget_bytes, queue_depth=2 * depth)
+        self.is_direct = self._tier.direct
         # One buffer for each transfer under way; the first bytes distinguish blocks.
         self._memory = plain_memory(depth * block_bytes, seed).reshape(depth, block_bytes)
         self._last_key = 0
-
-    @property
-    def is_direct(self) -> bool:
-        """True if the tier goes past the page cache."""
-        return self._tier.direct
 
     def close(self) -> None:
         """Close the tier and remove the raw file."""
@@ -73,13 +72,20 @@ class DiskBench:
         ]
         self._last_key += self._num_blocks
         order = self._random.sample(range(self._num_blocks), self._num_blocks)
+
+        def store(number: int, buffer: Memory) -> int | None:
+            return self._tier.submit_store(BlockName(keys[number], None), buffer)
+
+        def load(number: int, buffer: Memory) -> int | None:
+            return self._tier.submit_load(keys[number], buffer)
+
         self._raw_path.unlink(missing_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_DIRECT
         fd = os.open(self._raw_path, flags, 0o600)
         os.posix_fallocate(fd, 0, self._num_blocks * self._block_bytes)
         try:
-            writes = [lambda: self._raw(fd, None), lambda: self._tier_write(keys)]
-            reads = [lambda: self._raw(fd, order), lambda: self._tier_read(keys, order)]
+            writes = [lambda: self._raw(fd, None), lambda: self._drive(range(len(keys)), store)]
+            reads = [lambda: self._raw(fd, order), lambda: self._drive(order, load)]
             raw_write_s, tier_write_s = _both(writes, tier_first)
             raw_read_s, tier_read_s = _both(reads, tier_first)
         finally:
@@ -103,15 +109,6 @@ class DiskBench:
 
         with ThreadPoolExecutor(self._depth) as pool:
             list(pool.map(work, range(self._depth)))
-
-    def _tier_write(self, keys: Sequence[bytes]) -> None:
-        def submit(number: int, buffer: Memory) -> int | None:
-            return self._tier.submit_store(BlockName(keys[number], None), buffer)
-
-        self._drive(range(len(keys)), submit)
-
-    def _tier_read(self, keys: Sequence[bytes], order: Sequence[int]) -> None:
-        self._drive(order, lambda number, buffer: self._tier.submit_load(keys[number], buffer))
 
     def _drive(self, numbers: Sequence[int], submit: Callable[[int, Memory], int | None]) -> None:
         """Keep as many transfers under way as the depth allows, until all have ended."""

@@ -51,8 +51,6 @@ class PoolTimes(NamedTuple):
 
 
 class Daemon(NamedTuple):
-    """A running store daemon."""
-
     socket_path: Path
     pid: int
 
@@ -138,7 +136,6 @@ class PoolBench:
         self._last_key = 0
 
     def close(self) -> None:
-        """Disconnect from the store."""
         self.client.close()
 
     def run(self, arrangement: str) -> PoolTimes:

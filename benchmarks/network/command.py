@@ -38,7 +38,6 @@ _PREFILLS = {"below": 0.5, "above": 1.5}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and write the result; return the exit code."""
     given = _parse(argv)
     if why := hosts.missing():
         raise UserError(why)

@@ -66,7 +66,6 @@ class BlindRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def pays(self) -> Answer:
-        """Right answer."""
         return right_answer(self.measured)
 
     @property

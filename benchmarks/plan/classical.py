@@ -85,7 +85,6 @@ def _chats(draws: random.Random, rate_per_s: float) -> Iterator[Arrival]:
 
 
 def cases() -> Iterator[ClassicalCase]:
-    """Yield the classical cases."""
     not_yes = (Answer.NO, Answer.CANNOT_TELL)
     for name, rates, limits in (
         ("alpaca", (10, 40), LatencyLimits(0.5, 0.05)),
@@ -110,7 +109,6 @@ def cases() -> Iterator[ClassicalCase]:
 
 
 def advised(case: ClassicalCase) -> Advice:
-    """Return the advice for a case."""
     loads = [list(case.rows(random.Random(seed))) for seed in range(_NUM_LOADS + 1)]
     profile = load("llama-3.1-70b-h100-tp4")
     memory = replace(profile.memory, kv_tokens=case.kv_tokens)

@@ -29,16 +29,13 @@ come the classical cases, on operators of vLLM.
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from rich.console import Console
-from rich.table import Table
-
 from banaserve.base.arguments import positive
 from banaserve.base.errors import UserError
+from banaserve.cli.terminal.console import print_rows
 from banaserve.sim.result import LatencyLimits
 from banaserve_bench.plan.search.advisor import Advice
 from banaserve_bench.plan.search.gain import Answer, Gain, answer
@@ -84,7 +81,6 @@ class SplitCase(NamedTuple):
 
     @property
     def pays(self) -> Answer:
-        """Right answer."""
         return right_answer(self.truth)
 
     @property
@@ -169,22 +165,21 @@ def main(argv: Sequence[str]) -> int:
 
 def _judge_runs(given: argparse.Namespace) -> int:
     """Judge both halves and the classical cases, and write what was right."""
-    measurement, console = Measurement("plan", given), Console(width=140)
+    measurement = Measurement("plan", given)
     runs = _known_runs()
     samples: Samples = {}
     raw: dict[str, Any] = {}
     for half, by_even in (("judged", True), ("swapped", False)):
         found = judged(runs, by_even)
         of_half = list(split_cases(found))
-        console.print(_table(half, of_half))
+        print(half)
+        print_rows(list(_rows(of_half)), {})
         raw[half] = {"cases": [_record(one) for one in of_half], "runs": [*map(_errors, found)]}
         samples |= {f"{half}, {name}": of for name, of in _samples(found, of_half).items()}
-    table = Table("classical case", "answer", "right", "gain", "offers")
     told = [(case, advised(case)) for case in cases()]
-    for row in (_classical(*one) for one in told):
-        table.add_row(*map(str, row.values()))
-    console.print(table)
     raw["classical"] = [_classical(*one) for one in told]
+    rows = [[str(one) for one in case.values()] for case in raw["classical"]]
+    print_rows([[*raw["classical"][0]], *rows], {})
     samples["classical, right"] = ([_share([is_right(*one) for one in told])], "share")
     measurement.deliver(measurement.result(samples, [str(__doc__)], raw=raw))
     return 0
@@ -262,12 +257,12 @@ def _record(one: SplitCase) -> dict[str, Any]:
     }
 
 
-def _table(title: str, of: Sequence[SplitCase]) -> Table:
-    table = Table("group", "TTFT, TPOT", "measured", "gain", "told", "AIConfigurator", title=title)
+def _rows(of: Sequence[SplitCase]) -> Iterator[Sequence[str]]:
+    yield "group", "TTFT, TPOT", "measured", "gain", "told", "AIConfigurator"
     for one in of:
         low, estimate, high = one.found.whole
         backend, _, *rest = map(str, one.group)
-        table.add_row(
+        yield (
             " ".join((backend, *rest)),
             f"{one.limits.ttft_s:g} s, {one.limits.tpot_s * 1e3:g} ms",
             f"{one.truth:.2f} {one.pays}",
@@ -275,9 +270,6 @@ def _table(title: str, of: Sequence[SplitCase]) -> Table:
             one.told if one.told in (one.pays, Answer.CANNOT_TELL) else f"{one.told}: wrong",
             "none" if one.estimate is None else f"{one.estimate:.2f}",
         )
-    counts = Counter((one.pays, one.told) for one in of)
-    table.caption = ", ".join(f"{pays}: told {told} {n}" for (pays, told), n in counts.items())
-    return table
 
 
 def _classical(case: ClassicalCase, advice: Advice) -> dict[str, Any]:

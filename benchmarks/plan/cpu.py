@@ -125,10 +125,8 @@ async def _latencies_s(target: ServerUnderTest) -> tuple[float, float]:
     draws = random.Random("neighbours")
 
     async def median_s(client: OpenAiClient, concurrency: int) -> float:
-        calls = [
-            CompletionCall.exact(str(n), random_tokens(draws, _COMPARED_PROMPT), _COMPARED_OUTPUT)
-            for n in range(concurrency * _COMPARED)
-        ]
+        prompts = (random_tokens(draws, _COMPARED_PROMPT) for _ in range(concurrency * _COMPARED))
+        calls = CompletionCall.numbered(prompts, _COMPARED_OUTPUT)
         records = await closed_loop(client, calls, concurrency)
         return median([one.checked().latency_s or 0.0 for one in records])
 

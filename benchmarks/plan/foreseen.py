@@ -57,7 +57,6 @@ class ForeseenSystem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def words(self) -> str:
-        """Predicted and real figures, in a line."""
         told = self.outcome or {}
         pairs = (f"{key} {value:.4g} ({told[key]:.4g})" for key, value in self.predicted.items())
         late = f"{self.overrun_fraction:.1%} of the steps late"

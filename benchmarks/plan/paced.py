@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 from rich.console import Console
 
-from banaserve.base.errors import UserError
 from banaserve_bench.loadgen.modelled_time import modelled_time
 from banaserve_bench.loadgen.target import ServerUnderTest
 from banaserve_bench.plan.confirm.engines import at_server, paced_engines
@@ -20,8 +18,8 @@ from banaserve_bench.plan.search.candidates import Candidate
 from banaserve_bench.plan.search.loads import rate_per_s
 from banaserve_bench.plan.search.question import PlanQuestion
 from banaserve_bench.results import result
-from banaserve_bench.results.result import ModelledTime, Result
-from benchmarks.measurement import Measurement
+from banaserve_bench.results.result import Result
+from benchmarks.measurement import Measurement, earlier
 from benchmarks.plan.blind_cells import BlindCell, blind_cells, question
 from benchmarks.plan.blind_records import BlindRecord, samples_of
 from benchmarks.plan.foreseen import ForeseenSystem, kept
@@ -46,19 +44,6 @@ class Start(NamedTuple):
     system: str
 
 
-class KnownCells(NamedTuple):
-    """Cells of an earlier run.
-
-    Attributes:
-        modelled: Modelled time of each start.
-        commits: Commits of the code of all runs so far; None outside a checkout.
-    """
-
-    records: dict[str, BlindRecord]
-    modelled: list[ModelledTime]
-    commits: list[str | None]
-
-
 Due = tuple[BlindCell, str]
 """Cell whose load a system has to serve, and the system's kind."""
 
@@ -74,9 +59,11 @@ class BlindComparison:
         self._measurement = Measurement("plan", given)
         self._console = Console(width=160)
         self._cells = blind_cells()[: given.cells]
-        known = _known(given.json, given.load_s)
-        self._records, self._modelled = known.records, known.modelled
-        self._commits = [*dict.fromkeys((*known.commits, result.commit()[0]))]
+        known = earlier(given.json, "plan", {"part": PART, "load_s": given.load_s})
+        raw = known.raw if known else {"blind_cells": {}, "commits": []}
+        self._records = msgspec.convert(raw["blind_cells"], dict[str, BlindRecord])
+        self._modelled = [*known.modelled_time] if known else []
+        self._commits = [*dict.fromkeys((*raw["commits"], result.commit()[0]))]
         self._asked = {one: question(one, given.load_s) for one in self._cells}
 
     def advise(self) -> None:
@@ -93,7 +80,8 @@ class BlindComparison:
         """Start the systems that have loads to serve, one after another."""
         for start, due in starts_of(self._cells, self._records).items():
             self._console.print(f"starting {start.system}, {start.profile}")
-            candidate = _candidate(self._asked[due[0][0]], start.system)
+            known = self._asked[due[0][0]].fixed_candidates()
+            candidate = next(one for one in known if one.name == start.system)
             with paced_engines(candidate, start.profile, start.dilation) as target:
                 for cell, kind in due:
                     self._serve(target, cell, kind)
@@ -173,29 +161,6 @@ def starts_of(
             if one.is_due:
                 found[Start(cell.profile, cell.dilation, one.name)].append((cell, kind))
     return found
-
-
-def _known(path: Path | None, load_s: float) -> KnownCells:
-    """Return the cells that an earlier run with equal loads has left in the file.
-
-    Raises:
-        UserError: The file is the result of something else, or of other loads.
-    """
-    if path is None or not path.exists():
-        return KnownCells({}, [], [])
-    record = result.read(path)
-    if (record.name, record.options.get("part")) != ("plan", PART):
-        raise UserError(f"{path} is no result of bench plan --part {PART}: give another file")
-    if record.options["load_s"] != load_s:
-        raise UserError(
-            f"{path} has loads of {record.options['load_s']:g} s: give --load-s so, or another file"
-        )
-    cells = msgspec.convert(record.raw["blind_cells"], dict[str, BlindRecord])
-    return KnownCells(cells, [*record.modelled_time], record.raw["commits"])
-
-
-def _candidate(asked: PlanQuestion, name: str) -> Candidate:
-    return next(one for one in asked.fixed_candidates() if one.name == name)
 
 
 def _advice_words(name: str, record: BlindRecord) -> str:

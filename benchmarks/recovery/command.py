@@ -14,15 +14,19 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 
-from rich.progress import Progress
-
 from banaserve.base import models
 from banaserve.base.arguments import positive
 from banaserve.base.errors import UserError
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve_bench.loadgen.loops import closed_loop
 from banaserve_bench.results.result import Result
-from benchmarks.measurement import Measurement, model_of, parser_of, random_tokens
+from benchmarks.measurement import (
+    Measurement,
+    model_of,
+    parser_of,
+    progress_of,
+    random_tokens,
+)
 from benchmarks.recovery.figures import (
     ENOUGH_FOR_P99,
     KilledPair,
@@ -68,13 +72,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the benchmark, writing the result after each run; return the exit code."""
     given = _parse(argv)
     measurement = Measurement("recovery", given)
-    with Progress(transient=True) as progress:
-        kills = given.runs * len(given.contexts) * given.kills
-        task = progress.add_task("starting two servers", total=1 + kills + given.runs)
-
-        def advance(what: str) -> None:
-            progress.update(task, advance=1, description=what)
-
+    kills = given.runs * len(given.contexts) * given.kills
+    with progress_of(1 + kills + given.runs, "starting two servers") as advance:
         record = asyncio.run(_measure(given, measurement, advance))
     measurement.deliver(record)
     return 0

@@ -5,7 +5,7 @@ Pure: nothing here asks a server or reads a clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from banaserve.base.errors import UserError
@@ -20,11 +20,11 @@ from banaserve.contracts.trace_events import (
     TraceLine,
 )
 from banaserve_bench.results.statistics import median, paired_ratios, percentile
+from benchmarks.measurement import Samples
 
 HEADLINE_TOKENS = 2_000
 """Context in tokens of the ratio that has a goal."""
 ENOUGH_FOR_P99 = 100
-_Figures = dict[str, tuple[list[float], str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,23 +152,26 @@ def _with_engine(
     )
 
 
-def figures_of(samples: RecoverySamples, block_tokens: int) -> _Figures:
+def figures_of(samples: RecoverySamples, block_tokens: int) -> Samples:
     """Return samples and unit of each figure; those with a goal come first."""
     every = [pair for pairs in samples.pairs.values() for pair in pairs]
     streams = [stream for pair in every for stream in (pair.stored, pair.recomputed)]
     detected = [stream.traced.detection_s for stream in streams]
-    figures: _Figures = {}
+    figures: Samples = {}
     if headline := samples.pairs.get(HEADLINE_TOKENS):
         figures["recovery_vs_recompute"] = (_ratios(headline), "ratio")
-    greedy, sampled = samples.ttft_s["greedy"], samples.ttft_s["sampled"]
-    figures["first_token_sampled_ratio"] = (_median_ratios(sampled, greedy), "ratio")
+    ttft_s = {name: [median(one) for one in runs] for name, runs in samples.ttft_s.items()}
+    figures["first_token_sampled_ratio"] = (
+        paired_ratios(ttft_s["sampled"], ttft_s["greedy"]),
+        "ratio",
+    )
     figures["equal_fraction"] = ([sum(one.is_equal for one in streams) / len(streams)], "fraction")
     figures["detection"] = (detected, "s")
     for context, pairs in sorted(samples.pairs.items()):
         of_context = _of_context(pairs, block_tokens)
         figures.update((f"{name}.{context}", found) for name, found in of_context)
-    for name, runs in samples.ttft_s.items():
-        figures[f"first_token_{name}"] = ([median(one) for one in runs], "s")
+    for name, medians in ttft_s.items():
+        figures[f"first_token_{name}"] = (medians, "s")
     return figures
 
 
@@ -176,11 +179,6 @@ def _ratios(pairs: Sequence[KilledPair]) -> list[float]:
     return paired_ratios(
         [pair.stored.pause_s for pair in pairs], [pair.recomputed.pause_s for pair in pairs]
     )
-
-
-def _median_ratios(ours: Sequence[list[float]], theirs: Sequence[list[float]]) -> list[float]:
-    """Return the ratio of the medians of each run."""
-    return paired_ratios([median(one) for one in ours], [median(one) for one in theirs])
 
 
 def _of_context(
@@ -196,22 +194,12 @@ def _of_context(
             yield f"{name}_p99", ([percentile(pauses, 99)], "s")
     yield "leg", ([stream.traced.leg_s for stream in stored], "s")
     yield "leg_recompute", ([stream.traced.leg_s for stream in recomputed], "s")
-    for name, values in _parts(stored).items():
-        yield name, (values, "s")
+    for name, part in (("engine_wait", "waited_s"), ("fetch", "fetch_s"), ("compute", "compute_s")):
+        yield name, ([getattr(stream.traced, part) or 0.0 for stream in stored], "s")
     tokens = [float(stream.traced.recomputed_tokens or 0) for stream in stored]
     yield "recomputed_tokens", (tokens, "tokens")
-    yield "decoded_blocks_fetched", ([_num_decoded(one, block_tokens) for one in stored], "blocks")
-
-
-def _parts(streams: Sequence[KilledStream]) -> Mapping[str, list[float]]:
-    """Return seconds of the engine's parts of ``leg``."""
-    return {
-        "engine_wait": [stream.traced.waited_s or 0.0 for stream in streams],
-        "fetch": [stream.traced.fetch_s or 0.0 for stream in streams],
-        "compute": [stream.traced.compute_s or 0.0 for stream in streams],
-    }
-
-
-def _num_decoded(stream: KilledStream, block_tokens: int) -> float:
-    """Return the number of fetched blocks that the prompt alone does not fill."""
-    return float((stream.traced.fetched_blocks or 0) - stream.prompt_tokens // block_tokens)
+    decoded = [  # fetched blocks that the prompt alone does not fill
+        float((one.traced.fetched_blocks or 0) - one.prompt_tokens // block_tokens)
+        for one in stored
+    ]
+    yield "decoded_blocks_fetched", (decoded, "blocks")

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,12 +18,11 @@ import psutil
 from banaserve.base.errors import UserError
 from banaserve.frontdoor.admin_client import AdminClient
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
-from banaserve_bench.loadgen.servers import Server
+from banaserve_bench.loadgen.servers import Server, wait_until
 from benchmarks.measurement import administered_server
 from benchmarks.recovery.figures import TracedRecovery, pause_s, read_trace
 
 _LOOK_S = 0.002
-_POLL_S = 0.25
 _BACK_TIMEOUT_S = 120.0
 _HEALTHY_S = 10.5
 """Seconds of service that reset the pause before the next start and the count of starts."""
@@ -87,7 +87,8 @@ class KilledServer:
             record = RequestRecord(id=call.id, sent_at_s=client.clock.now())
             stream = asyncio.create_task(client.send_into(call, record))
             await _until_tokens(stream, record, plan.at_token // 2)
-            victim = await asyncio.to_thread(self._last_instance)
+            (asked,) = await asyncio.to_thread(self.admin.requests, last=1)
+            victim = asked.instances[-1]
             pid = engine_pid(self.run_dir, victim)
             await _until_tokens(stream, record, plan.at_token)
             killed_at_s = time.time()
@@ -98,27 +99,16 @@ class KilledServer:
         await self._until_back(victim)
         return Killed(record.token_ids, pause_s(record.token_at_s, traced.resumed_tokens), traced)
 
-    def _last_instance(self) -> str:
-        """Return the instance that decodes the last request."""
-        (last,) = self.admin.requests(last=1)
-        return last.instances[-1]
-
     async def _until_healthy(self) -> None:
         """Wait until all instances are healthy: an early death delays the restart."""
         last_s = max(self.ready_s.values(), default=-_HEALTHY_S)
         await asyncio.sleep(max(0.0, last_s + _HEALTHY_S - time.monotonic()))
 
     async def _until_back(self, instance: str) -> None:
-        until_s = time.monotonic() + _BACK_TIMEOUT_S
-        while time.monotonic() < until_s:
-            ready = await asyncio.to_thread(
-                self.server.metric, "banaserve_instance_ready", instance_id=instance
-            )
-            if ready:
-                self.ready_s[instance] = time.monotonic()
-                return
-            await asyncio.sleep(_POLL_S)
-        raise UserError(f"{instance} did not come back in {_BACK_TIMEOUT_S:.0f} s after its kill")
+        metric = partial(self.server.metric, "banaserve_instance_ready", instance_id=instance)
+        problem = f"{instance} did not come back in {_BACK_TIMEOUT_S:.0f} s after its kill"
+        await asyncio.to_thread(wait_until, lambda: metric() > 0, _BACK_TIMEOUT_S, problem)
+        self.ready_s[instance] = time.monotonic()
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ from benchmarks.router import decisions, proxy
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and write the result; return the exit code."""
     given = _parse(argv)
     measurement = Measurement("router", given)
     figures: Samples = {}

@@ -9,6 +9,7 @@ from time import monotonic
 
 from banaserve.base.errors import BanaServeError
 from banaserve_bench.loadgen.http import HttpExchange, HttpStreams
+from banaserve_bench.loadgen.loops import side_by_side
 
 PREFIX_WORDS = 150
 """Number of words in a prefix of about 600 bytes; eight groups of requests share one each."""
@@ -41,31 +42,29 @@ async def _ask(streams: HttpStreams, body: bytes) -> None:
         raise BanaServeError(f"the router answered {answer.status}")
 
 
-async def closed_loop(port: int, asked: list[bytes], num_callers: int) -> list[float]:
+async def closed_loop(url: str, asked: list[bytes], num_callers: int) -> list[float]:
     """Send ``asked`` over ``num_callers`` connections; return latencies in seconds.
 
     Raises:
         BanaServeError: A request was refused.
         OSError: The router closed a connection.
     """
-    left, latencies_s = iter(asked), list[float]()
-    streams = HttpStreams(f"http://127.0.0.1:{port}")
+    streams = HttpStreams(url)
 
-    async def call() -> None:
-        for body in left:
-            began_s = monotonic()
-            await _ask(streams, body)
-            latencies_s.append(monotonic() - began_s)
+    async def latency_s(body: bytes) -> float:
+        began_s = monotonic()
+        await _ask(streams, body)
+        return monotonic() - began_s
 
-    await asyncio.gather(*(call() for _ in range(num_callers)))
+    latencies_s = await side_by_side(latency_s, asked, num_callers)
     streams.close()
     return latencies_s
 
 
-async def open_loop(port: int, asked: list[bytes], per_s: float) -> list[float]:
+async def open_loop(url: str, asked: list[bytes], per_s: float) -> list[float]:
     """Send one request each ``1 / per_s`` seconds; return latencies from the due times."""
     latencies_s: list[float] = []
-    streams = HttpStreams(f"http://127.0.0.1:{port}")
+    streams = HttpStreams(url)
 
     async def one(body: bytes, due_s: float) -> None:
         await _ask(streams, body)

@@ -10,25 +10,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator
 
-from banaserve.base.errors import UserError
-from banaserve_bench.loadgen.servers import Server, command_server, end_with_parent, free_port
+from banaserve_bench.loadgen.servers import Server, command_server, route_command, wait_until
 from banaserve_bench.results.statistics import paired_ratios, percentile
-from benchmarks.measurement import Samples
+from benchmarks.measurement import Samples, with_units
 from benchmarks.router import load
 from benchmarks.router.peers import PEERS, peer_command
 from benchmarks.router.replica import NUM_PARTS
 
 NUM_REPLICAS = 4
 NUM_CALLERS = 16
-_START_TIMEOUT_S = 20.0
+_FOUND_TIMEOUT_S = 20.0
 
 
 def figures(options: argparse.Namespace) -> tuple[Samples, list[str]]:
@@ -42,20 +36,24 @@ def figures(options: argparse.Namespace) -> tuple[Samples, list[str]]:
     """
     samples: dict[str, list[float]] = defaultdict(list)
     with contextlib.ExitStack() as stack:
-        ports = stack.enter_context(_replicas())
+        replica = [sys.executable, "-m", "benchmarks.router.replica"]
+        urls = [
+            stack.enter_context(command_server(replica, f"replica{n}")).url
+            for n in range(NUM_REPLICAS)
+        ]
         servers = {
             name: stack.enter_context(command_server(command, name))
-            for name, command in _commands(options, ports).items()
+            for name, command in _commands(options, urls).items()
         }
         for server in servers.values():
-            _warm(_port(server), options)
+            _warm(server.url, options)
         # In turns, so that other work of the machine affects all of them.
         for run in range(options.runs):
-            direct_ms = _latency(ports[0], options, run)
+            direct_ms = _latency(urls[0], options, run)
             samples["direct_p99_ms"].append(direct_ms)
             for name, server in servers.items():
                 _sample(name, server, options, run, direct_ms, samples)
-    found = {name: (each, _unit(name)) for name, each in samples.items()}
+    found = with_units(samples, {"_us": "us", "_ms": "ms"})
     ours = f"banaserve_{options.policy}"
     for kind, named in (("request", "request"), ("part", "chunk")):
         if (theirs := samples.get(f"vllm-router_cpu_{kind}_us")) is not None:
@@ -69,13 +67,9 @@ def figures(options: argparse.Namespace) -> tuple[Samples, list[str]]:
     ]
 
 
-def _commands(options: argparse.Namespace, ports: list[int]) -> dict[str, list[str]]:
-    urls = [f"http://127.0.0.1:{port}" for port in ports]
-    ours = [sys.executable, "-m", "banaserve", "route"]
-    for url in urls:
-        ours += ["--replica", url]
+def _commands(options: argparse.Namespace, urls: list[str]) -> dict[str, list[str]]:
     made = {
-        f"banaserve_{policy}": [*ours, "--policy", policy]
+        f"banaserve_{policy}": route_command(policy, urls)
         for policy in dict.fromkeys((options.policy, "round_robin"))
     }
     if options.processes > 1:
@@ -88,17 +82,17 @@ def _commands(options: argparse.Namespace, ports: list[int]) -> dict[str, list[s
     return made
 
 
-def _unit(name: str) -> str:
-    return name.rpartition("_")[2]
+def _warm(url: str, options: argparse.Namespace) -> None:
+    wait_until(lambda: _serves(url), _FOUND_TIMEOUT_S, "a router found no replica")
+    asyncio.run(load.closed_loop(url, _bodies(options, 500, -1, False), NUM_CALLERS))
 
 
-def _port(server: Server) -> int:
-    return int(server.url.rpartition(":")[2])
-
-
-def _warm(port: int, options: argparse.Namespace) -> None:
-    _wait_for_replicas(port)
-    asyncio.run(load.closed_loop(port, _bodies(options, 500, -1, False), NUM_CALLERS))
+def _serves(url: str) -> bool:
+    """Return whether requests succeed: routers are healthy before they know their replicas."""
+    with contextlib.suppress(Exception):
+        asyncio.run(load.closed_loop(url, load.bodies(20, 0, False), 4))
+        return True
+    return False
 
 
 def _sample(
@@ -110,63 +104,26 @@ def _sample(
     samples: dict[str, list[float]],
 ) -> None:
     """Add one run of one router to ``samples``."""
-    port = _port(server)
     whole = _bodies(options, options.requests, run, False)
     streams = _bodies(options, options.streams, run, True)
-    request_us = _cpu_us(server, port, whole)
-    stream_us = _cpu_us(server, port, streams, NUM_CALLERS * 4)
+    request_us = _cpu_us(server, whole, NUM_CALLERS)
+    stream_us = _cpu_us(server, streams, NUM_CALLERS * 4)
     samples[f"{name}_cpu_request_us"].append(request_us)
     samples[f"{name}_cpu_part_us"].append((stream_us - request_us) / NUM_PARTS)
-    samples[f"{name}_added_p99_ms"].append(_latency(port, options, run) - direct_ms)
+    samples[f"{name}_added_p99_ms"].append(_latency(server.url, options, run) - direct_ms)
 
 
 def _bodies(options: argparse.Namespace, count: int, run: int, is_stream: bool) -> list[bytes]:
     return load.bodies(count, options.seed + run, is_stream)
 
 
-def _cpu_us(server: Server, port: int, asked: list[bytes], callers: int = NUM_CALLERS) -> float:
+def _cpu_us(server: Server, asked: list[bytes], num_callers: int) -> float:
     before_s = server.precise_cpu_s()
-    asyncio.run(load.closed_loop(port, asked, callers))
+    asyncio.run(load.closed_loop(server.url, asked, num_callers))
     return (server.precise_cpu_s() - before_s) / len(asked) * 1e6
 
 
-def _latency(port: int, options: argparse.Namespace, run: int) -> float:
+def _latency(url: str, options: argparse.Namespace, run: int) -> float:
     """Return the 99th percentile of the latency in milliseconds."""
     asked = _bodies(options, options.requests // 4, run, False)
-    return percentile(asyncio.run(load.open_loop(port, asked, options.rate)), 99) * 1e3
-
-
-def _wait_for_replicas(port: int) -> None:
-    """Wait until requests succeed: routers are healthy before they know their replicas."""
-    until_s = time.monotonic() + _START_TIMEOUT_S
-    while True:
-        with contextlib.suppress(Exception):
-            asyncio.run(load.closed_loop(port, load.bodies(20, 0, False), 4))
-            return
-        if time.monotonic() > until_s:
-            raise UserError("a router found no replica")
-        time.sleep(0.2)
-
-
-@contextlib.contextmanager
-def _replicas() -> Iterator[list[int]]:
-    ports = [free_port() for _ in range(NUM_REPLICAS)]
-    with contextlib.ExitStack() as stack:
-        for port in ports:
-            command = [sys.executable, "-m", "benchmarks.router.replica", str(port)]
-            process = subprocess.Popen(command, preexec_fn=end_with_parent)
-            stack.callback(process.wait)
-            stack.callback(process.terminate)
-        for port in ports:
-            _wait_for(port)
-        yield ports
-
-
-def _wait_for(port: int) -> None:
-    until_s = time.monotonic() + _START_TIMEOUT_S
-    while time.monotonic() < until_s:
-        with contextlib.suppress(urllib.error.URLError, OSError):
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2).close()
-            return
-        time.sleep(0.05)
-    raise UserError("a replica of the benchmark did not start")
+    return percentile(asyncio.run(load.open_loop(url, asked, options.rate)), 99) * 1e3

@@ -1,4 +1,4 @@
-"""Replica that costs next to nothing: ``python -m benchmarks.router.replica PORT``.
+"""Replica that costs next to nothing: ``python -m benchmarks.router.replica --port PORT``.
 
 Answers completions at once, or streams parts at a pace that all its streams share, as an engine's
 steps do.
@@ -102,4 +102,4 @@ async def _serve(port: int) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(_serve(int(sys.argv[1])))
+    uvloop.run(_serve(int(sys.argv[2])))

@@ -128,7 +128,6 @@ def table(raw: Mapping[str, Any]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Simulate the cells that the file lacks, print the table; return the exit code."""
     parser = Parser(prog="python -m benchmarks routers", description=__doc__)
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--seeds", type=positive, default=3)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from pathlib import Path
 
 from banaserve.sim.result import SIMULATED
-from banaserve_bench.results import result
-from banaserve_bench.results.result import Result
+from banaserve_bench.report import plots
+from banaserve_bench.report.plots import Plot, PlotGrid, Series
+from banaserve_bench.report.tables import as_markdown
+from banaserve_bench.results.result import Figure, Result
 from banaserve_bench.results.statistics import Interval, mean_interval, paired_ratios
+from benchmarks import measurement
 from benchmarks.simulate_paper.runs import (
     FIGURES,
     LIMIT_FACTOR,
@@ -26,6 +28,8 @@ from benchmarks.simulate_paper.runs import (
 Found = Mapping[str, float]
 Runs = Sequence[tuple[PaperRun, Found]]
 Samples = dict[tuple[int, str, str, float], list[Found]]
+Place = tuple[PaperFigure, str]
+"""Figure and reading."""
 
 METRICS = (
     ("tokens_per_s", "throughput", "tokens/s"),
@@ -35,13 +39,6 @@ METRICS = (
 )
 _SATURATED_BELOW = 0.9
 """Share of the offered tokens below which a system counts as saturated."""
-
-_STYLES = {
-    "colocated": ("#0072b2", "o", "-"),
-    "static": ("#d55e00", "s", "--"),
-    "banaserve": ("#007a5e", "^", "-"),
-    "elastic": ("#b0467f", "D", "--"),
-}
 
 _OURS = ("banaserve", "elastic")
 
@@ -57,27 +54,27 @@ MEANINGS = (
 """Meanings of the figures, a sentence each."""
 
 
-def figures_of(runs: Runs) -> dict[str, result.Figure]:
+def figures_of(runs: Runs) -> measurement.Samples:
     """Return what is offered, every metric of every system and rate, and ratios of throughput."""
     samples: Samples = defaultdict(list)
     for run, found in sorted(runs, key=lambda entry: entry[0].seed):
         samples[run.figure, run.reading, run.system, run.rate_per_s].append(found)
-    figures = {}
+    figures: measurement.Samples = {}
     for key, outcomes in sorted(samples.items()):
         number, reading, system, rate = key
         name = _name(key)
         offered = [f["offered_tokens_per_s"] for f in outcomes]
-        figures[_offered_name(number, reading, rate)] = result.figure(offered, "tokens/s")
+        figures[_offered_name(number, reading, rate)] = offered, "tokens/s"
         for metric, _, unit in METRICS:
-            figures[f"{name}_{metric}"] = result.figure([f[metric] for f in outcomes], unit)
+            figures[f"{name}_{metric}"] = [f[metric] for f in outcomes], unit
         if system in _OURS:
             for other in ("static", "colocated"):
-                values = ratios(samples, key, other, "tokens_per_s")
-                figures[f"{name}_over_{other}"] = result.figure(values, "times")
+                values = ratios(samples, key, other)
+                figures[f"{name}_over_{other}"] = values, "times"
     return figures
 
 
-def samples_of(figures: Mapping[str, result.Figure]) -> Samples:
+def samples_of(figures: Mapping[str, Figure]) -> Samples:
     """Return the outcomes by figure, reading, system and rate, in the order of the seeds.
 
     A system or metric that was not simulated is left out.
@@ -96,13 +93,11 @@ def samples_of(figures: Mapping[str, result.Figure]) -> Samples:
     return samples
 
 
-def ratios(
-    samples: Samples, key: tuple[int, str, str, float], other: str, metric: str
-) -> list[float]:
-    """Return one ratio for each seed: both systems get the same requests."""
+def ratios(samples: Samples, key: tuple[int, str, str, float], other: str) -> list[float]:
+    """Return one ratio of throughput for each seed: both systems get the same requests."""
     figure, reading, _, rate = key
-    theirs = samples[figure, reading, other, rate]
-    return paired_ratios([f[metric] for f in samples[key]], [f[metric] for f in theirs])
+    theirs, ours = samples[figure, reading, other, rate], samples[key]
+    return paired_ratios([f["tokens_per_s"] for f in ours], [f["tokens_per_s"] for f in theirs])
 
 
 def _name(key: tuple[int, str, str, float]) -> str:
@@ -126,14 +121,14 @@ def markdown(record: Result) -> str:
     for figure in FIGURES:
         lines += [f"## F{figure.name[1:]}", "", f"![]({picture_name(figure)})"]
         for reading in READINGS:
-            lines += ["", *_table(samples, figure, reading)]
+            lines += ["", *_table(samples, (figure, reading))]
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
 
 def picture_name(figure: PaperFigure) -> str:
     """Return the name of the file of a figure's plot, beside the page."""
-    return f"simulate-paper-figure{figure.number}.png"
+    return f"simulate-paper-figure{figure.number}.svg"
 
 
 def _systems(samples: Samples) -> list[str]:
@@ -168,83 +163,79 @@ def _summary(samples: Samples) -> list[str]:
     heading = ["Figure", "Reading"]
     for other, baseline in (("static", "DistServe"), ("colocated", "vLLM")):
         heading += [*(f"{system} over {other}" for system in ours), f"the paper: over {baseline}"]
-    lines = [
+    table = [[*heading, "below saturation"]]
+    for place, cells in _places():
+        figure, _ = place
+        below: list[float] = []
+        for other, paper in (("static", figure.over_static), ("colocated", figure.over_colocated)):
+            for system in ours:
+                means = _mean_ratios(samples, place, system, other)
+                cells.append(_span(list(means.values())))
+                if system == "banaserve":
+                    below += [
+                        mean
+                        for rate, mean in means.items()
+                        if all(_served(samples, place, s, rate) for s in (system, other))
+                    ]
+            cells.append(
+                f"up to {paper[1]:g}" if paper[0] == 1 else f"{paper[0]:g} to {paper[1]:g}"
+            )
+        table.append([*cells, _span(below)])
+    return [
         "## Ratios of throughput",
         "",
         "The lowest and the highest mean ratio over all rates; *below saturation* is that of",
         "banaserve over those rates at which both systems serve at least",
         f"{_SATURATED_BELOW:.0%} of the offered tokens.",
         "",
-        f"| {' | '.join([*heading, 'below saturation'])} |",
-        "| --- " * (len(heading) + 1) + "|",
+        as_markdown(table),
     ]
-    for figure in FIGURES:
-        for reading in READINGS:
-            place = (figure.number, reading)
-            cells = [f"{figure.number}: {figure.model}, {figure.dataset}", reading]
-            below: list[float] = []
-            for other, paper in (
-                ("static", figure.over_static),
-                ("colocated", figure.over_colocated),
-            ):
-                for system in ours:
-                    means = _mean_ratios(samples, place, system, other)
-                    cells.append(_span(list(means.values())))
-                    if system == "banaserve":
-                        below += [
-                            mean
-                            for rate, mean in means.items()
-                            if all(_served(samples, place, s, rate) for s in (system, other))
-                        ]
-                cells.append(
-                    f"up to {paper[1]:g}" if paper[0] == 1 else f"{paper[0]:g} to {paper[1]:g}"
-                )
-            cells.append(_span(below))
-            lines.append(f"| {' | '.join(cells)} |")
-    return lines
 
 
-def _mean_ratios(
-    samples: Samples, place: tuple[int, str], system: str, other: str
-) -> dict[float, float]:
+def _places() -> Iterator[tuple[Place, list[str]]]:
+    """Yield each figure with each reading, and the cells that begin its row of a table."""
+    for figure, reading in product(FIGURES, READINGS):
+        yield (figure, reading), [f"{figure.number}: {figure.model}, {figure.dataset}", reading]
+
+
+def _at(samples: Samples, place: Place, system: str, rate: float) -> list[Found]:
+    figure, reading = place
+    return samples[figure.number, reading, system, rate]
+
+
+def _mean_ratios(samples: Samples, place: Place, system: str, other: str) -> dict[float, float]:
     """Return the mean ratio of throughput at each rate."""
-    return {
-        rate: mean_interval(ratios(samples, (*place, system, rate), other, "tokens_per_s")).estimate
-        for rate in RATES
-    }
+    figure, reading = place
+    found: dict[float, float] = {}
+    for rate in RATES:
+        values = ratios(samples, (figure.number, reading, system, rate), other)
+        found[rate] = mean_interval(values).estimate
+    return found
 
 
 def _goodput(record: Result, samples: Samples) -> list[str]:
     systems = _systems(samples)
     if "goodput_fraction" not in [metric for metric, _, _ in _metrics(samples)]:
         return []
+    table = [["Figure", "Reading", "limit of TTFT", "limit of TPOT", *systems]]
+    for place, cells in _places():
+        limits = record.raw[limits_name(*place)]
+        cells += [f"{limits['ttft_s']:.3g} s", f"{1e3 * limits['tpot_s']:.0f} ms"]
+        for system in systems:
+            shares = (
+                _mean(_at(samples, place, system, rate), "goodput_fraction") for rate in RATES
+            )
+            cells.append(", ".join(f"{share:.2f}" for share in shares))
+        table.append(cells)
     rates = ", ".join(f"{rate:g}" for rate in RATES)
-    lines = [
+    return [
         "## Goodput",
         "",
         f"Share of the requests within the limits at {rates} requests a second, means over the",
         "seeds.",
         "",
-        f"| Figure | Reading | limit of TTFT | limit of TPOT | {' | '.join(systems)} |",
-        "| --- " * (4 + len(systems)) + "|",
+        as_markdown(table),
     ]
-    for figure in FIGURES:
-        for reading in READINGS:
-            limits = record.raw[limits_name(figure, reading)]
-            cells = [
-                f"{figure.number}: {figure.model}, {figure.dataset}",
-                reading,
-                f"{limits['ttft_s']:.3g} s",
-                f"{1e3 * limits['tpot_s']:.0f} ms",
-            ]
-            for system in systems:
-                shares = [
-                    _mean(samples[figure.number, reading, system, rate], "goodput_fraction")
-                    for rate in RATES
-                ]
-                cells.append(", ".join(f"{share:.2f}" for share in shares))
-            lines.append(f"| {' | '.join(cells)} |")
-    return lines
 
 
 def limits_name(figure: PaperFigure, reading: str) -> str:
@@ -263,8 +254,8 @@ def _span(values: Sequence[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _served(samples: Samples, place: tuple[int, str], system: str, rate: float) -> bool:
-    found = samples[(*place, system, rate)]
+def _served(samples: Samples, place: Place, system: str, rate: float) -> bool:
+    found = _at(samples, place, system, rate)
     served = sum(f["tokens_per_s"] for f in found) / sum(f["offered_tokens_per_s"] for f in found)
     return served >= _SATURATED_BELOW
 
@@ -272,32 +263,26 @@ def _served(samples: Samples, place: tuple[int, str], system: str, rate: float) 
 def _needed(samples: Samples) -> list[str]:
     """Return why ratios of the paper are not reached, from the numbers of these runs."""
     lines = ["## Where the paper's ratios are not reached, and what would be needed", ""]
-    for figure in FIGURES:
-        for reading in READINGS:
-            lines += _needed_of(samples, figure, reading)
+    for place, _ in _places():
+        lines += _needed_of(samples, place)
     return lines
 
 
-def _needed_of(samples: Samples, figure: PaperFigure, reading: str) -> list[str]:
-    claims = (
+def _needed_of(samples: Samples, place: Place) -> Iterator[str]:
+    figure, reading = place
+    for other, theirs, wanted in (
         ("static", "DistServe", figure.over_static[1]),
         ("colocated", "vLLM", figure.over_colocated[1]),
-    )
-    place = (figure.number, reading)
-    lines = []
-    for other, theirs, wanted in claims:
+    ):
         best = max(_mean_ratios(samples, place, "banaserve", other).values())
-        words = f"- Figure {figure.number}, {reading}, over {theirs}: {best:.2f} at most, "
-        words += f"the paper has up to {wanted:g}. "
-        if best >= wanted:
-            words += "Reached."
-        else:
-            words += _missing(samples, place, other, wanted)
-        lines.append(words)
-    return lines
+        words = "Reached." if best >= wanted else _missing(samples, place, other, wanted)
+        yield (
+            f"- Figure {figure.number}, {reading}, over {theirs}: {best:.2f} at most, the paper "
+            f"has up to {wanted:g}. {words}"
+        )
 
 
-def _missing(samples: Samples, place: tuple[int, str], other: str, wanted: float) -> str:
+def _missing(samples: Samples, place: Place, other: str, wanted: float) -> str:
     """Return what would have to be different to reach ``wanted``."""
     full = [rate for rate in RATES if not _served(samples, place, other, rate)]
     if not full:
@@ -315,93 +300,64 @@ def _missing(samples: Samples, place: tuple[int, str], other: str, wanted: float
     )
 
 
-def _most(samples: Samples, place: tuple[int, str], system: str) -> float:
-    return max(_mean(samples[(*place, system, rate)], "tokens_per_s") for rate in RATES)
+def _most(samples: Samples, place: Place, system: str) -> float:
+    return max(_mean(_at(samples, place, system, rate), "tokens_per_s") for rate in RATES)
 
 
 def _splits(samples: Samples) -> list[str]:
     rate, systems = RATES[-1], (*_systems(samples), *SPLITS)
-    lines = [
+    table = [["Figure", "Reading", *systems]]
+    for place, cells in _places():
+        found = (_at(samples, place, system, rate) for system in systems)
+        table.append([*cells, *(_shown(one, "tokens_per_s") for one in found)])
+    return [
         "## What the split of the GPUs is worth",
         "",
         f"Tokens a second at {rate} requests a second. The right columns begin with another split",
         "of the four GPUs into prefill and decode.",
         "",
-        f"| Figure | Reading | {' | '.join(systems)} |",
-        "| --- " * (2 + len(systems)) + "|",
+        as_markdown(table),
     ]
-    for figure in FIGURES:
-        for reading in READINGS:
-            cells = [f"{figure.number}: {figure.model}, {figure.dataset}", reading]
-            for system in systems:
-                found = samples[figure.number, reading, system, rate]
-                cells.append(_shown(mean_interval([f["tokens_per_s"] for f in found])))
-            lines.append(f"| {' | '.join(cells)} |")
-    return lines
 
 
-def _table(samples: Samples, figure: PaperFigure, reading: str) -> list[str]:
+def _table(samples: Samples, place: Place) -> list[str]:
     metrics = _metrics(samples)
-    heading = [f"{words}, {unit}" for _, words, unit in metrics]
-    lines = [
-        f"Reading *{reading}*:",
-        "",
-        f"| requests/s | system | {' | '.join(heading)} |",
-        "| --- " * (2 + len(heading)) + "|",
-    ]
-    for rate in RATES:
-        for system in _systems(samples):
-            found = samples[figure.number, reading, system, rate]
-            cells = [_shown(mean_interval([f[metric] for f in found])) for metric, _, _ in metrics]
-            lines.append(f"| {rate:g} | {system} | {' | '.join(cells)} |")
-    return lines
+    table = [["requests/s", "system", *(f"{words}, {unit}" for _, words, unit in metrics)]]
+    for rate, system in product(RATES, _systems(samples)):
+        found = _at(samples, place, system, rate)
+        table.append([f"{rate:g}", system, *(_shown(found, metric) for metric, _, _ in metrics)])
+    return [f"Reading *{place[1]}*:", "", as_markdown(table)]
 
 
-def _shown(interval: Interval) -> str:
-    low, mean, high = interval
+def _shown(found: Sequence[Found], metric: str) -> str:
+    low, mean, high = _interval(found, metric)
     return f"{_number(mean)} ± {_number((high - low) / 2)}"
+
+
+def _interval(found: Sequence[Found], metric: str) -> Interval:
+    return mean_interval([f[metric] for f in found])
 
 
 def _number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def plot(record: Result, figure: PaperFigure, path: Path) -> None:
-    """Write one figure: readings as rows, metrics as columns. White behind it, for any page."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+def picture(record: Result, figure: PaperFigure) -> str:
+    """Return one figure as SVG: readings as rows, metrics as columns."""
     samples = samples_of(record.figures)
-    systems, metrics = _systems(samples), _metrics(samples)
-    canvas, rows = plt.subplots(
-        len(READINGS), len(metrics), figsize=(14.0, 5.6), facecolor="white", layout="constrained"
-    )
-    canvas.suptitle(f"Simulated, after the paper's {figure.name}", fontsize=11)
-    for row, reading in zip(rows, READINGS, strict=True):
-        for axes, (metric, words, unit) in zip(row, metrics, strict=True):
-            for system in systems:
-                colour, marker, line = _STYLES[system]
-                cells = [
-                    mean_interval(
-                        [f[metric] for f in samples[figure.number, reading, system, rate]]
-                    )
-                    for rate in RATES
-                ]
-                means = [cell.estimate for cell in cells]
-                errors = [cell.high - cell.estimate for cell in cells]
-                axes.errorbar(
-                    RATES, means, errors, label=system, color=colour, marker=marker,
-                    linestyle=line, markersize=4, linewidth=1.3, capsize=2,
-                )  # fmt: skip
-            axes.set_title(f"{words}, {reading} answers", fontsize=9)
-            axes.set_ylabel(unit, fontsize=8)
-            axes.set_ylim(bottom=0)
-            axes.tick_params(labelsize=8)
-            axes.grid(alpha=0.3)
-    for axes in rows[-1]:
-        axes.set_xlabel("requests a second", fontsize=8)
-    rows[0][0].legend(fontsize=8, frameon=False)
-    canvas.savefig(path, dpi=110)
-    plt.close(canvas)
+    metrics = _metrics(samples)
+
+    def series(reading: str, metric: str) -> Iterator[Series]:
+        for system in _systems(samples):
+            found = (_at(samples, (figure, reading), system, rate) for rate in RATES)
+            ends = [_interval(one, metric) for one in found]
+            points = list(zip(RATES, (one.estimate for one in ends), strict=True))
+            yield Series(system, points, [(one.low, one.high) for one in ends])
+
+    drawn = [
+        Plot(f"{words}, {reading} answers", "requests a second", unit, [*series(reading, metric)])
+        for reading in READINGS
+        for metric, words, unit in metrics
+    ]
+    title = f"Simulated, after the paper's {figure.name}"
+    return plots.svg(PlotGrid(title, drawn, num_columns=len(metrics)))

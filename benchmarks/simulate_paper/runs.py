@@ -1,18 +1,12 @@
-"""Runs of BanaServe's figures 8 to 11 in the simulator, kept in a file as they end."""
+"""Runs of BanaServe's figures 8 to 11 in the simulator."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import sys
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from random import Random
 
-import banaserve
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs.profile import load as load_profile
 from banaserve.sim.cluster.cluster import SimCluster
@@ -142,8 +136,8 @@ def measure(run: PaperRun) -> dict[str, float]:
 
     Returns:
         Tokens a second while requests arrive, after the warm-up; the time from the start to the
-        last token of all; of the requests that arrived after the warm-up, mean latency, mean time
-        to first token and the share within the limits of the cell.
+        last token of all; of the requests that arrived after the warm-up, mean latency and the
+        share within the limits of the cell.
     """
     figure = next(f for f in FIGURES if f.number == run.figure)
     profile = load_profile(figure.profile)
@@ -165,8 +159,6 @@ def measure(run: PaperRun) -> dict[str, float]:
         "total_s": outcome["total_s"],
         "goodput_fraction": told["goodput_fraction"],
         "latency_s": told["e2e_mean_s"],
-        "ttft_s": told["ttft_mean_s"],
-        "num_moves": outcome["num_moves"],
     }
 
 
@@ -183,47 +175,3 @@ def _in_window(request: SimRequest) -> float:
     inside_s = min(end_s, request.end_s) - max(start_s, request.first_s)
     share = max(0.0, inside_s) / lasts_s
     return is_first_inside + share * (request.output_tokens - 1)
-
-
-def measured(cache: Path, jobs: int) -> list[tuple[PaperRun, dict[str, float]]]:
-    """Return all runs with their outcomes; those in ``cache`` are not run again."""
-    known = kept(cache)
-    missing = [run for run in all_runs() if run not in known]
-    with cache.open("a") as file, ProcessPoolExecutor(jobs) as pool:
-        for number, (run, found) in enumerate(
-            zip(missing, pool.map(measure, missing, chunksize=1), strict=True), start=1
-        ):
-            known[run] = found
-            file.write(json.dumps([asdict(run), found]) + "\n")
-            file.flush()
-            print(f"\r{number} of {len(missing)} runs", end="", file=sys.stderr, flush=True)
-    return [(run, known[run]) for run in all_runs()]
-
-
-def kept(cache: Path) -> dict[PaperRun, dict[str, float]]:
-    """Return the runs in ``cache``; remove a last line that was cut off by a kill."""
-    if not cache.exists():
-        return {}
-    data = cache.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if whole != data:
-        cache.write_bytes(whole)
-    return {PaperRun(**run): found for run, found in map(json.loads, whole.splitlines())}
-
-
-def fingerprint() -> str:
-    """Return a digest of the sources that a run depends on: other code has another cache."""
-    digest = hashlib.sha256()
-    for path in sources():
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-def sources() -> list[Path]:
-    """Return this file, and the files of the simulator, its policies and its costs."""
-    root = Path(banaserve.__file__).parent
-    found = [Path(__file__)]
-    for folder in ("orchestrator", "sim"):
-        paths = sorted((root / folder).rglob("*.*"))
-        found += [path for path in paths if path.suffix in (".py", ".toml")]
-    return found

@@ -294,7 +294,6 @@ MIX = "tool use and LooGLE, Azure's arrivals"
 
 
 def preble_case(load: str, level: float = ABOVE, num_replicas: int = 4, groups: int = 1) -> str:
-    """Return the name of a case of Preble."""
     last = f", {groups} groups" if groups > 1 else ""
     return f"{load} at {level:g} on {num_replicas}{last}"
 

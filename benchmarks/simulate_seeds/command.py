@@ -17,17 +17,14 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from banaserve.base.errors import UserError
 from banaserve_bench.results import result
-from banaserve_bench.results.result import Figure
-from benchmarks.measurement import parser_of
+from benchmarks.measurement import earlier, parser_of
 from benchmarks.simulate_seeds.cases import PAPERS
 from benchmarks.simulate_seeds.figures import run
-from benchmarks.simulate_seeds.report import case_table, claims_table, totals, verdict_figures
+from benchmarks.simulate_seeds.report import case_table, claims_tables, totals, verdict_figures
 
 
 def main(argv: Sequence[str]) -> int:
-    """Simulate the cases that the file lacks, show and write them; return the exit code."""
     parser = parser_of("simulate-seeds", __doc__)
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--seeds", type=int, default=10)
@@ -37,7 +34,9 @@ def main(argv: Sequence[str]) -> int:
     if given.seeds < 2:
         parser.error("one seed tells nothing of the spread: give 2 or more")
     started_at = datetime.now(UTC)
-    figures, commits = _begun(given.json, given.seeds)
+    options = {"seeds": given.seeds}
+    known = earlier(given.json, "simulate-seeds", options)
+    figures, commits = (dict(known.figures), dict(known.raw)) if known else ({}, {})
     left = given.cases
     for paper in [given.only] if given.only else PAPERS:
         for case in PAPERS[paper]():
@@ -49,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
                 record = result.result(
                     "simulate_seeds",
                     seed=0,
-                    options={"seeds": given.seeds},
+                    options=options,
                     started_at=started_at,
                     figures=figures | verdict_figures(figures),
                     notes=[str(__doc__), "raw: the commit that each case was run with"],
@@ -59,16 +58,6 @@ def main(argv: Sequence[str]) -> int:
                 record.raw[case.name] = record.commit
                 if given.json is not None:
                     result.write(record, given.json)
-            print(f"\n{case.name}: {case.load}\n", *case_table(case, figures), sep="\n")
-    print("\n".join([*totals(figures), *claims_table(figures)]))
+            print(f"\n{case.name}: {case.load}\n\n{case_table(case, figures)}")
+    print("\n".join([totals(figures), *claims_tables(figures)]))
     return 0
-
-
-def _begun(path: Path | None, seeds: int) -> tuple[dict[str, Figure], dict[str, object]]:
-    """Return the figures that ``path`` has, and the commit of each case."""
-    if path is None or not path.exists():
-        return {}, {}
-    found = result.read(path)
-    if found.options.get("seeds") != seeds:
-        raise UserError(f"{path} has {found.options.get('seeds')} seeds: give another file")
-    return dict(found.figures), dict(found.raw)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from banaserve.sim.result import SIMULATED
+from banaserve_bench.report.tables import as_markdown
 from banaserve_bench.results.figure_text import interval_text
 from banaserve_bench.results.result import Figure, Result, figure
 from banaserve_bench.results.statistics import paired_ratios
@@ -44,36 +45,34 @@ def markdown(record: Result) -> str:
         "",
         RULE,
         "",
-        *totals(figures),
-        *claims_table(figures),
+        totals(figures),
+        *claims_tables(figures),
     ]
     for paper, cases in PAPERS.items():
         lines += ["", f"## Tables: {paper}"]
         for case in cases():
             if figure_name(case.name, next(iter(case.systems)), "output") not in figures:
                 continue
-            lines += ["", f"### {case.name}", "", f"{case.load}.", ""]
-            lines += case_table(case, figures)
+            lines += ["", f"### {case.name}", "", f"{case.load}.", "", case_table(case, figures)]
     return "\n".join(lines) + "\n"
 
 
-def case_table(case: PaperCase, figures: Figures) -> list[str]:
+def case_table(case: PaperCase, figures: Figures) -> str:
     """Return a table of means with their 95% intervals (Student): systems as rows."""
-    lines = [f"| | {' | '.join(MEASURES)} |", "| --- " * (len(MEASURES) + 1) + "|"]
+    table = [["", *MEASURES]]
     for name in case.systems:
-        found = [figures[figure_name(case.name, name, one)].samples for one in MEASURES]
-        lines.append(f"| {name} | {' | '.join(map(interval_text, found))} |")
-    return lines
+        found = (figures[figure_name(case.name, name, one)].samples for one in MEASURES)
+        table.append([name, *map(interval_text, found)])
+    return as_markdown(table)
 
 
-def totals(figures: Figures) -> list[str]:
+def totals(figures: Figures) -> str:
     """Return a table of the number of claims by paper and verdict."""
-    lines = [f"| | {' | '.join(VERDICTS)} |", "| --- " * (len(VERDICTS) + 1) + "|"]
     counts = verdict_figures(figures)
-    for paper in CLAIMS:
-        row = [f"{counts[f'{paper} | {one}'].median:g}" for one in VERDICTS]
-        lines.append(f"| {paper} | {' | '.join(row)} |")
-    return lines
+    rows = (
+        [one, *(f"{counts[f'{one} | {said}'].median:g}" for said in VERDICTS)] for one in CLAIMS
+    )
+    return as_markdown([["", *VERDICTS], *rows])
 
 
 def verdict_figures(figures: Figures) -> dict[str, Figure]:
@@ -86,14 +85,15 @@ def verdict_figures(figures: Figures) -> dict[str, Figure]:
     return found
 
 
-def claims_table(figures: Figures) -> list[str]:
-    """Return the lines of the tables of all claims that ``figures`` can judge."""
-    lines = []
+def claims_tables(figures: Figures) -> Iterator[str]:
+    """Yield the lines of a section for each paper, with all claims that ``figures`` can judge.
+
+    Cells are not padded: some have a sentence.
+    """
     for paper, claims in CLAIMS.items():
-        lines += ["", f"## {paper}", "", "| Source | Claim | Load | Paper | Here | Verdict |"]
-        lines.append("| --- | --- | --- | --- | --- | --- |")
-        lines += [row(one, figures) for one in claims if has(one, figures)]
-    return lines
+        yield f"\n## {paper}\n\n| Source | Claim | Load | Paper | Here | Verdict |"
+        yield "| --- | --- | --- | --- | --- | --- |"
+        yield from (row(one, figures) for one in claims if has(one, figures))
 
 
 def has(claim: Claim | UntestableClaim, figures: Figures) -> bool:
@@ -102,7 +102,6 @@ def has(claim: Claim | UntestableClaim, figures: Figures) -> bool:
 
 
 def judged(claim: Claim | UntestableClaim, figures: Figures) -> str:
-    """Return the verdict on ``claim``."""
     if isinstance(claim, UntestableClaim):
         return NOT_TESTABLE
     return verdict(claim, samples(claim, figures))

@@ -13,9 +13,8 @@ import yaml
 
 from banaserve.base.errors import UserError
 from banaserve.cli.serve.command_line import parse_serve_argv
-from docs.check import PACKAGES
 from docs.repository.dashboard import DASHBOARD
-from docs.repository.findings import ROOT, Finding, at
+from docs.repository.findings import PACKAGES, ROOT, Finding, at
 
 DOCKER = ROOT / "docker"
 COMPOSE_FILE = DOCKER / "compose.yml"

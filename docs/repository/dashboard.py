@@ -13,19 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from prometheus_client.registry import REGISTRY
-
-from banaserve.kvstore.daemon.metrics import prometheus_text
-from banaserve.kvstore.stats import StoreStats, TierReport
-from banaserve.kvstore.tiers.interface import TierStats
-from banaserve.orchestrator.planner.loop import metrics as of_the_loop  # noqa: F401  (registers its families)
-from banaserve.serving.monitoring import metrics  # noqa: F401
-from docs.check import ROOT
-from docs.repository.findings import Finding, at, too_few
+from docs import reference
+from docs.repository.findings import ROOT, Finding, at, too_few
 
 PATH = ROOT / "docker" / "grafana" / "dashboards" / "banaserve.json"
 DASHBOARD: dict[str, Any] = json.loads(PATH.read_text())
-_ENDINGS = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "gauge": [""]}
 
 
 class AskedSeries(NamedTuple):
@@ -105,24 +97,10 @@ def findings() -> Iterator[Finding]:
 
 def _own_labels() -> dict[str, set[str]]:
     """Labels of each metric of banaserve, by the name of its samples."""
-    found: dict[str, set[str]] = {}
-    for collector in REGISTRY._collector_to_names:
-        name = str(getattr(collector, "_name", ""))
-        if name.startswith("banaserve_"):
-            labels = set(getattr(collector, "_labelnames", ()))
-            for ending in _ENDINGS[getattr(collector, "_type", "")]:
-                found[name + ending] = labels
-    return found | _store_labels()
-
-
-def _store_labels() -> dict[str, set[str]]:
-    nothing: dict[str, Any] = dict.fromkeys(TierStats.__struct_fields__, 0)
-    tier = TierReport(stats=TierStats(**nothing))
-    numbers: dict[str, Any] = dict.fromkeys(StoreStats.__struct_fields__, 0)
-    text = prometheus_text(StoreStats(**{**numbers, "tiers": (tier,)}))
     found: dict[str, set[str]] = {"banaserve_kvstore_up": set()}
-    for name, labels in re.findall(r"^(banaserve_\w+)(\{.*\})? ", text, re.MULTILINE):
-        found[name] = set(re.findall(r"(\w+)=", labels))
+    for one in reference.metrics():
+        for ending in ("_bucket", "_sum", "_count") if one.kind == "histogram" else ("",):
+            found[one.name + ending] = set(one.labels)
     return found
 
 

@@ -1,7 +1,4 @@
-"""What documents name beside links and code: files, options, commands, targets, pages.
-
-Links and names of code are looked up by ``python -m docs.check``.
-"""
+"""What documents name: links, code, files, options, commands, targets, pages."""
 
 from __future__ import annotations
 
@@ -53,7 +50,10 @@ def findings() -> Iterator[Finding]:
     yield from _glossary()
     yield from _options()
     for document in check.documents():
+        yield from check.findings_in(document)
         yield from names_in(document)
+    for source in check.sources():
+        yield from check.named_documents(source)
     yield from _site()
 
 

@@ -9,8 +9,12 @@ from collections.abc import Iterator, Sized
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from docs.check import PACKAGES, ROOT
-
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = (
+    *("banaserve", "bench/banaserve_bench"),
+    *("plugins/mooncake/banaserve_mooncake", "route/banaserve_route"),
+)
+"""Folders of the packages that are installed: the core, and those that need it."""
 PACKAGE = ROOT / "banaserve"
 CODE = (*PACKAGES, "benchmarks")
 """Folders whose code the rules on words, uses of vLLM and circles hold for."""

@@ -10,8 +10,17 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
-from docs.check import PACKAGES
-from docs.repository.findings import CODE, PACKAGE, ROOT, Finding, at, sources, too_few, tree_of
+from docs.repository.findings import (
+    CODE,
+    PACKAGE,
+    PACKAGES,
+    ROOT,
+    Finding,
+    at,
+    sources,
+    too_few,
+    tree_of,
+)
 
 FOLDERS = ("kernels", "kvstore", "orchestrator")
 """Folders at the top that only say where the code of that name is."""

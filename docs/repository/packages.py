@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from banaserve import __version__
-from docs.check import PACKAGES
-from docs.repository.findings import ROOT, Finding, at
+from docs.repository.findings import PACKAGES, ROOT, Finding, at
 
 FOLDER = ROOT / "requirements"
 EXAMPLES = ROOT / "examples"

@@ -50,7 +50,6 @@ def findings() -> Iterator[Finding]:
 
 
 def result_findings(path: Path) -> Iterator[Finding]:
-    """Yield why a file is no result."""
     try:
         if not result.read(path).figures:
             yield Finding(path, 1, "has no figures")

@@ -27,9 +27,11 @@ from banaserve_bench.compare.result import (
 )
 from banaserve_bench.compare.systems import REFERENCE, ServerSystem, chosen_systems, known_systems
 from banaserve_bench.loadgen.client import RequestRecord
-from banaserve_bench.report.report import section_of
+from banaserve_bench.report.plots import grids_of
+from banaserve_bench.report.report import systems_of, warnings_of
+from banaserve_bench.report.tables import serving_table
+from banaserve_bench.results import result
 from banaserve_bench.serving.cell import CellId, Sent
-from banaserve_bench.serving.run import write_whole
 from banaserve_bench.serving.summary import Slo, Summary, summarize
 from banaserve_bench.serving.timeline import InstanceTimeline
 from banaserve_route.policies import registry as replica_policies
@@ -115,10 +117,11 @@ def test_what_is_complete_makes_a_result(tmp_path: Path) -> None:
     assert figures[f"{name}.server_cpu_s"].samples == [2.5]
     assert len(figures[f"{name}.ttft_p50_at_1rps"].samples) == 2
     assert f"{name}: p0 became decode after 1 s (it was prefill)" in record.notes
-    section = section_of(record)
-    assert section.warnings[0] == f"INCOMPLETE: {systems[0].name} has not run."
-    assert section.table[:2] == [["figure", "1 requests/s"], ["requests", "2"]]
-    drawn = {one.name: list(one.points) for one in section.plots[-1].plots[-1].series}
+    assert warnings_of(record)[0] == f"INCOMPLETE: {systems[0].name} has not run."
+    cells = systems_of(record)
+    assert serving_table(cells)[:2] == [["figure", "1 requests/s"], ["requests", "2"]]
+    grids = grids_of(cells, record.raw["timelines"])
+    drawn = {one.name: list(one.points) for one in grids[-1].plots[-1].series}
     assert drawn == {"d0": [(0, 1), (1, 5)], "d1": [(0, 0), (1, 1)], "p0": [(0, 2), (1, 0)]}
 
 
@@ -128,7 +131,7 @@ def test_what_is_complete_answers_no_other_question(tmp_path: Path) -> None:
     [mine] = chosen_systems(["mine=--colocated 2"], 2)
     check_folder(given, [mine], [workload])
     folder_of(given, mine, workload)
-    write_whole(kept_path(given, mine, workload), b"{}")
+    result.write_whole(kept_path(given, mine, workload), b"{}")
     check_folder(given, [mine], [workload])
     more = argparse.Namespace(**{**vars(given), "requests": 64})
     with pytest.raises(UserError, match="holds a run with other options"):

@@ -11,7 +11,8 @@ from banaserve_bench.compare.result import SystemRun, Workload, as_result
 from banaserve_bench.compare.simulated import simulated_cells
 from banaserve_bench.compare.systems import chosen_systems
 from banaserve_bench.datasets.items import Item
-from banaserve_bench.report.report import section_of
+from banaserve_bench.report.compare_tables import extra_tables
+from banaserve_bench.report.report import facts_of, systems_of
 from banaserve_bench.results import result
 from banaserve_bench.results.result import ModelledTime
 from banaserve_bench.serving.timeline import InstanceTimeline
@@ -49,10 +50,11 @@ def test_a_paced_comparison_has_the_simulator_beside_it(tmp_path: Path) -> None:
     result.write(record, tmp_path / "x.json")
     assert "banaserve.server_cpu_s" not in record.figures
     assert "static-pd.simulated.ttft_p50_at_8rps" in record.figures
-    section = section_of(result.read(tmp_path / "x.json"))
-    assert any("MODELLED" in fact for fact in section.facts)
-    assert any("0.5%, 0.5%" in fact for fact in section.facts)
-    ratios, errors, steps = (table for _, table in section.more)
+    kept = result.read(tmp_path / "x.json")
+    assert any("MODELLED" in fact for fact in facts_of(kept))
+    assert any("0.5%, 0.5%" in fact for fact in facts_of(kept))
+    more = extra_tables(kept.raw, systems_of(kept), systems_of(kept, "simulated"))
+    ratios, errors, steps = (table for _, table in more)
     assert [row[:2] for row in ratios[1:]] == [["static-pd", "1rps"], ["static-pd", "8rps"]]
     assert {row[2] for row in errors[1:]} == {"1.00"}
     assert steps[1] == ["banaserve", "1.5", "p0 to decode", "0.10", "2.00", "0.30", "done"]

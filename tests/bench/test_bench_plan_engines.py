@@ -168,7 +168,7 @@ def test_advice_on_a_cell_is_kept_as_it_was_before_engines_ran() -> None:
 def test_a_file_of_something_else_is_not_continued(tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     shutil.copy(RESULTS / "pacing.json", path)
-    with pytest.raises(UserError, match=r"other\.json is no result of bench plan --part paced"):
+    with pytest.raises(UserError, match=r"other\.json is no result of bench plan with part paced"):
         main(["--part", "paced", "--cells", "1", "--json", str(path)])
     with pytest.raises(UserError, match="--load-s 0: give more than 0"):
         main(["--part", "cpu", "--load-s", "0"])

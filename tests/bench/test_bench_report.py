@@ -61,7 +61,6 @@ def serving_result(system: str, slowness: float) -> result.Result:
     cells = [cell(load, seed, slowness) for seed in (0, 1, 2) for load in (1.0, 2.0)]
     return as_result(
         cells,
-        name="serving",
         options={"system": system},
         started_at=datetime(2026, 1, 1, tzinfo=UTC),
         num_cells=6,

@@ -81,15 +81,15 @@ async def test_a_look_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) ->
     has_failed = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def look(url: str) -> str:
+    def look(url: str, api_key: str | None, timeout_s: float) -> str:
         looks.append(url)
         if len(looks) == 1:
             raise http.client.IncompleteRead(b"")
         loop.call_soon_threadsafe(has_failed.set)
         return ""
 
-    monkeypatch.setattr(timeline, "_page", look)
+    monkeypatch.setattr(timeline, "fetch", look)
     monkeypatch.setattr(timeline, "_EVERY_S", 0.0)
     async with timeline.watched("http://nowhere", WallClock()):
         await asyncio.wait_for(has_failed.wait(), 30)
-    assert set(looks) == {"http://nowhere"}
+    assert set(looks) == {"http://nowhere/metrics"}

@@ -61,7 +61,7 @@ def test_without_matplotlib_nothing_is_built(
 @pytest.mark.parametrize(
     ("stale", "said"),
     [
-        ((), "| the same |"),
+        ((), "| the same "),
         ([Path("pacing.json")], "| changed: stale |"),
         (None, "| unknown: the history is not whole |"),
     ],

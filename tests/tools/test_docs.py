@@ -26,7 +26,7 @@ def test_dead_links_and_names_are_one_line_each(tmp_path: Path) -> None:
         "```mermaid\nA->>B: frontdoor/app.py:make_nothing\n```\n"
         f"{'<' * 7} HEAD\n"
     )
-    assert [line.partition(": ")[2] for line in check.findings_in(document)] == [
+    assert [one.words for one in check.findings_in(document)] == [
         "page.md has no heading #no",
         "dead link gone.md",
         "base/clock.py has no stop",
@@ -51,9 +51,9 @@ def test_a_page_that_only_a_build_makes_is_a_dead_link(
     for target in targets if built else []:
         (tmp_path / target).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / target).write_text("# Commands\n")
-    for target, line in zip(targets, check.findings_in(document), strict=True):
-        assert target in line
-        assert "make docs" in line
+    for target, one in zip(targets, check.findings_in(document), strict=True):
+        assert target in one.words
+        assert "make docs" in one.words
 
 
 def test_a_link_to_a_result_leads_somewhere_in_a_clone(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_message_that_names_no_document_of_a_clone_is_found(tmp_path: Path) ->
         'raise UserError("see docs/reference/commands.md")\n'
         'raise UserError("see https://example.org/docs/other.md or docs/gone.md")\n'
     )
-    found = [line.removeprefix(f"{source}:") for line in check.named_documents(source)]
+    found = [f"{one.line}: {one.words}" for one in check.named_documents(source)]
     assert found == [
         "2: there is no document docs/reference/commands.md",
         "3: there is no document docs/gone.md",

@@ -25,12 +25,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import msgspec
-from rich.console import Console
-from tokenizers import Tokenizer
 
 from banaserve.base import models
 from banaserve.base.errors import UserError
 from banaserve.base.platform.run_dir import find_admin
+from banaserve.cli.terminal.console import print_rows
 from banaserve.contracts.control_api import RoleRequest
 from banaserve.contracts.migration_api import Return
 from banaserve.frontdoor.admin_client import AdminClient
@@ -56,9 +55,9 @@ from banaserve_bench.loadgen.modelled_time import StretchedClock, modelled_time
 from banaserve_bench.loadgen.servers import Running, balanced_servers, banaserve_server
 from banaserve_bench.report.report import write_report
 from banaserve_bench.results import result
-from banaserve_bench.serving.cell import CellId, Progress
-from banaserve_bench.serving.command import table
-from banaserve_bench.serving.run import run_cells, stopped_by_signals, write_whole
+from banaserve_bench.serving.cell import CellId, Ended
+from banaserve_bench.serving.command import summary_rows
+from banaserve_bench.serving.run import run_cells, stopped_by_signals
 from banaserve_bench.serving.timeline import decisions_of, watched
 
 __all__ = ["main", "make_parser"]
@@ -131,7 +130,7 @@ def main(argv: Sequence[str]) -> int:
     systems = chosen_systems(given.system, given.instances)
     asked = plans(given)
     model = _resolved(given)
-    words = Words(Tokenizer.from_file(str(Path(model.path_or_id) / "tokenizer.json")))
+    words = Words.of(model.path_or_id)
     workloads = compare_options.workloads(given, asked, words)
     check_folder(given, systems, workloads)
     started_at = datetime.now(UTC)
@@ -162,19 +161,18 @@ def _write(
     started_at: datetime,
 ) -> None:
     """Write the complete runs of each workload and the report; print the report's path."""
-    has_written = False
+    complete = {one.name: complete_runs(given, systems, one) for one in workloads}
     for workload in workloads:
-        ran = complete_runs(given, systems, workload)
+        ran = complete[workload.name]
         if not ran:
             continue
         simulated = simulated_cells(given, systems, workload)
         record = as_result(given, systems, workload, ran, simulated, started_at)
         result.write(record, given.out / f"compare-{workload.name}.json")
-        has_written = True
         for name, one in ran.items():
             print(f"\n{workload.name}: {name}")
-            Console().print(table(one.cells))
-    if has_written:
+            print_rows(summary_rows(one.cells), {})
+    if any(complete.values()):
         print(write_report(given.out, given.out, "Systems side by side"))
 
 
@@ -198,12 +196,16 @@ async def _run(
                 async with OpenAiClient(
                     server.url, model.served_name, return_token_ids=True, clock=clock
                 ) as client:
-                    start = _start_placement(system, log)
+                    start = None
+                    if system.has_orchestrator:
+                        start = StartPlacement(AdminClient(*find_admin(_run_dir(log))))
                     for workload in missing:
                         ran = await _one(
                             given, system, workload, server, client, reference, log, start
                         )
-                        write_whole(kept_path(given, system, workload), msgspec.json.encode(ran))
+                        result.write_whole(
+                            kept_path(given, system, workload), msgspec.json.encode(ran)
+                        )
                         print(f"  {workload.name}: {ran.equal} of {ran.checked} equal", flush=True)
 
 
@@ -235,15 +237,14 @@ async def _one(
     lacking = [cell for cell in workload.plan.cells() if folder.summary(cell) is None]
     before_s, began_s = server.cpu_s(), time.time()
 
-    def begin(cell: CellId, count: int) -> None:
+    def begin(cell: CellId, count: int) -> Ended:
         if start is not None:
             start.restore()
         print(f"  {cell.name}: {count} requests", flush=True)
+        return lambda num_ended, num_failed: None
 
     async with watched(server.url, client.clock) as timeline:
-        cells = await run_cells(
-            workload.plan, client, workload.dataset, folder, Progress(), begin=begin
-        )
+        cells = await run_cells(workload.plan, client, workload.dataset, folder, begin)
     cpu_s = server.cpu_s() - before_s
     found = await _answers(client, _checked_calls(given, workload))
     equal = sum(a == b for a, b in zip(found, reference[workload.name], strict=True))
@@ -257,12 +258,6 @@ async def _one(
         timeline,
         decisions_of(log, began_s, given.dilate),
     )
-
-
-def _start_placement(system: ServerSystem, log: Path) -> StartPlacement | None:
-    if not system.has_orchestrator:
-        return None
-    return StartPlacement(AdminClient(*find_admin(_run_dir(log))))
 
 
 def _run_dir(log: Path) -> Path:
@@ -290,8 +285,7 @@ async def _reference(
             for workload in workloads:
                 calls = _checked_calls(given, workload)
                 found[workload.name] = [(await _answers(client, [call]))[0] for call in calls]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, msgspec.json.encode(found))
+    result.write_whole(path, msgspec.json.encode(found))
     return found
 
 
@@ -299,14 +293,9 @@ def _checked_calls(given: argparse.Namespace, workload: Workload) -> list[Comple
     """Return the first requests of the first cell, which the system has already served."""
     first = workload.plan.cells()[0]
     items = workload.dataset.items(workload.plan.count(first), first.name, 0)[: given.check]
-    return [
-        CompletionCall.exact(f"check{n}", item.prompt, CHECK_TOKENS) for n, item in enumerate(items)
-    ]
+    return CompletionCall.numbered((item.prompt for item in items), CHECK_TOKENS)
 
 
 async def _answers(client: OpenAiClient, calls: Sequence[CompletionCall]) -> list[list[int]]:
     records = await closed_loop(client, calls, max(1, len(calls)))
-    for record in records:
-        if record.error is not None:
-            raise UserError(f"a request for checking answers failed: {record.error}")
-    return [record.token_ids for record in records]
+    return [record.checked().token_ids for record in records]

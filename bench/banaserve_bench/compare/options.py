@@ -12,26 +12,15 @@ from banaserve.base.config.serve_config import MINIATURE
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve_bench.compare.result import Workload
-from banaserve_bench.datasets.items import Dataset, WantedLengths, Words
+from banaserve_bench.datasets.items import Dataset, Words
+from banaserve_bench.serving.command import add_lengths, numbers, wanted_lengths, whole_numbers
 from banaserve_bench.serving.run import ServingPlan
 from banaserve_bench.serving.summary import Slo
 
 _MAX_PROMPT_TOKENS = 4000
 
 
-def parse(argv: Sequence[str], about: str | None) -> argparse.Namespace:
-    """Return the options; ``profile`` is None where time is real.
-
-    Raises:
-        UserError: An option is invalid, or the profile does not exist.
-    """
-    given = make_parser(about).parse_args(list(argv))
-    given.workload = given.workload or ["shared-prefix", "multi-turn", "random"]
-    return _checked(given)
-
-
 def make_parser(about: str | None = None) -> Parser:
-    """Return the parser of the command's options."""
     parser = Parser(
         prog="banaserve bench compare",
         description=about,
@@ -51,30 +40,26 @@ def make_parser(about: str | None = None) -> Parser:
         metavar="DATASET[@RPS,...]",
         help="of bench serving, with rates of its own where they differ from --rps; repeat",
     )
-    add("--data", type=Path, help="folder of named datasets")
-    add("--rps", type=_rates, default=(0.5,))
-    add("--seeds", type=lambda text: tuple(map(int, text.split(","))), default=(0, 1, 2))
+    add_lengths(parser)
+    parser.set_defaults(prompt_tokens=100, prefixes=3, sessions=2)
+    add("--rps", type=numbers, default=(0.5,))
+    add("--seeds", type=whole_numbers, default=(0, 1, 2))
     add("--requests", type=int, help="of each rate and seed (16)")
     add("--duration", type=float, metavar="S", help="instead: as many as arrive in this time")
-    add("--prompt-tokens", type=int, default=100, help="mean, of made-up prompts")
-    add("--prefix-tokens", type=int, default=1000, help="of shared-prefix")
-    add("--prefixes", type=int, default=3, help="different ones, of shared-prefix")
-    add("--sessions", type=int, default=2, help="chats at once, of multi-turn")
-    add("--output-tokens", type=int, help="of every answer (16; with --pace what the data say)")
-    add("--max-output-tokens", type=int, help="longer answers are cut")
     add("--warmup", type=float, default=0.0, metavar="S", help="not counted")
-    add("--slo-ttft", type=float, metavar="S", help="for goodput")
-    add("--slo-tpot", type=float, metavar="S", help="for goodput")
     add("--check", type=int, default=4, help="answers of each workload compared with one engine")
     add("--serve-option", action="append", default=[], help="for every system, such as --x=y")
     return parser
 
 
-def _rates(text: str) -> tuple[float, ...]:
-    return tuple(map(float, text.split(",")))
+def parse(argv: Sequence[str], about: str | None) -> argparse.Namespace:
+    """Return the options; ``profile`` is None where time is real.
 
-
-def _checked(given: argparse.Namespace) -> argparse.Namespace:
+    Raises:
+        UserError: An option is invalid, or the profile does not exist.
+    """
+    given = make_parser(about).parse_args(list(argv))
+    given.workload = given.workload or ["shared-prefix", "multi-turn", "random"]
     given.profile = None
     if given.pace is not None:
         if given.model is not None:
@@ -109,8 +94,8 @@ def plans(given: argparse.Namespace) -> dict[str, ServingPlan]:
         if name in found:
             raise UserError(f"--workload {name}: once, with all its rates")
         try:
-            found[name] = _plan(given, _rates(rates) if rates else given.rps)
-        except ValueError:
+            found[name] = _plan(given, numbers(rates) if rates else given.rps)
+        except argparse.ArgumentTypeError:
             raise UserError(f"--workload {word}: give rates as in {name}@1,2,4") from None
     return found
 
@@ -150,17 +135,8 @@ def workloads(
 
 def _dataset(given: argparse.Namespace, name: str, words: Words) -> Dataset:
     context = given.profile.model.max_context_tokens if given.profile else None
-    wanted = WantedLengths(
-        dataset=name,
-        data=given.data,
-        prompt_tokens=given.prompt_tokens,
-        prefix_tokens=given.prefix_tokens,
-        num_prefixes=given.prefixes,
-        sessions=given.sessions,
-        output_tokens=given.output_tokens,
-        range_fraction=0.5,
-        max_output_tokens=given.max_output_tokens,
-        max_prompt_tokens=None if context else _MAX_PROMPT_TOKENS,
-        context_tokens=context,
+    most = None if context else _MAX_PROMPT_TOKENS
+    wanted = wanted_lengths(
+        given, name, range_fraction=0.5, max_prompt_tokens=most, context_tokens=context
     )
     return Dataset(wanted, words)

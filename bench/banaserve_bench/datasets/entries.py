@@ -151,7 +151,7 @@ def _turns(turns: Any, where: str) -> tuple[str, str | None]:
 def _count(record: Mapping[str, Any], field: str, where: str) -> int:
     value = record.get(field)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_TOKENS:
-        _refuse(where, field, f"is {_shown(value)}, not a number of tokens")
+        _refuse(where, field, f"is {repr(value)[:_MAX_SHOWN_CHARS]}, not a number of tokens")
     return value
 
 
@@ -163,10 +163,6 @@ def _azure(path: Path) -> Iterator[DatasetEntry]:
             output_tokens=row.output_tokens,
             at_s=row.at_s,
         )
-
-
-def _shown(value: object) -> str:
-    return repr(value)[:_MAX_SHOWN_CHARS]
 
 
 def _refuse(where: str, field: str, why: str) -> NoReturn:

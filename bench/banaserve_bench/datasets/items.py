@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from banaserve.base.errors import UserError
 from banaserve.base.text.names import check_known
@@ -91,6 +91,13 @@ class Words:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+
+    @classmethod
+    def of(cls, model_path: str) -> Self:
+        """Return the words of the model in the folder ``model_path``."""
+        from tokenizers import Tokenizer
+
+        return cls(Tokenizer.from_file(str(Path(model_path) / "tokenizer.json")))
 
     def count(self, text: str) -> int:
         return len(self.encode(text))
@@ -185,25 +192,22 @@ class Dataset:
         return synthetic_datasets.published_lengths(wanted.dataset, draws)
 
     def _item(self, entry: DatasetEntry, seed: str, number: int) -> Item:
-        is_text = entry.text is not None
-        asked = self._words.count(entry.text or "") if is_text else entry.prompt_tokens or 1
+        text = entry.text
+        asked = entry.prompt_tokens or 1 if text is None else self._words.count(text)
         output = self._output_tokens(entry, asked)
         room = self._room(output)
-        if entry.text is not None:
-            return self._text_item(entry, entry.text, asked, output, room)
-        length = min(asked, room) if room is not None else asked
-        prompt = self._tokens(entry, length, f"{seed} {number}", seed)
-        sent = self._words.text(prompt) if self._wanted.as_text else prompt
-        return Item(sent, length, output, entry.at_s, entry.source, length < asked)
-
-    def _text_item(
-        self, entry: DatasetEntry, text: str, count: int, output: int, room: int | None
-    ) -> Item:
-        is_cut = room is not None and count > room
-        if is_cut and room is not None:
-            text = without_middle(text, room, self._words.encode)
-            count = self._words.count(text)
-        return Item(text, count, output, entry.at_s, entry.source, is_cut)
+        length = asked if room is None else min(asked, room)
+        is_cut = length < asked
+        sent: str | list[int]
+        if text is None:
+            prompt = self._tokens(entry, length, f"{seed} {number}", seed)
+            sent = self._words.text(prompt) if self._wanted.as_text else prompt
+        elif is_cut:
+            sent = without_middle(text, length, self._words.encode)
+            length = self._words.count(sent)
+        else:
+            sent = text
+        return Item(sent, length, output, entry.at_s, entry.source, is_cut)
 
     def _tokens(self, entry: DatasetEntry, length: int, own: str, seed: str) -> list[int]:
         block = self._wanted.trace_block_tokens

@@ -6,7 +6,7 @@ A failure of any kind is a record with ``error``; nothing is dropped and nothing
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -61,6 +61,11 @@ class RequestRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return self
 
     @property
+    def arrival_s(self) -> float:
+        """Time at which the request was due; that of sending in a closed loop."""
+        return self.sent_at_s if self.due_at_s is None else self.due_at_s
+
+    @property
     def ttft_s(self) -> float | None:
         """Seconds from sending to the first token."""
         if self.first_token_at_s is None:
@@ -109,6 +114,11 @@ class CompletionCall:
         """Return a greedy call whose answer has ``num_tokens`` tokens on vLLM."""
         more = {"ignore_eos": True, **extra}
         return cls(id, prompt=prompt, max_tokens=num_tokens, extra=more)
+
+    @classmethod
+    def numbered(cls, prompts: Iterable[str | list[int]], num_tokens: int) -> list[Self]:
+        """Return an exact call for each prompt, whose id is its number."""
+        return [cls.exact(str(n), prompt, num_tokens) for n, prompt in enumerate(prompts)]
 
     @property
     def path(self) -> str:
@@ -298,7 +308,9 @@ _decode = msgspec.json.Decoder(_Event).decode
 def _note(record: RequestRecord, event: _Event, at_s: float) -> None:
     """Write one event into the record."""
     if event.error is not None:
-        record.error = _line(_message(event.error))
+        error = event.error
+        message = error.get("message") if isinstance(error, dict) else None
+        record.error = _line(str(message or error))
         return
     if event.usage is not None:
         details = event.usage.prompt_tokens_details
@@ -315,11 +327,6 @@ def _note(record: RequestRecord, event: _Event, at_s: float) -> None:
         record.token_ids.extend(token_ids)
         record.text += content
         record.finish_reason = choice.finish_reason or record.finish_reason
-
-
-def _message(error: Any) -> str:
-    message = error.get("message") if isinstance(error, dict) else None
-    return str(message or error)
 
 
 def _line(text: str, max_chars: int = 500) -> str:

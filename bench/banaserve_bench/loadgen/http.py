@@ -78,7 +78,6 @@ class HttpStreams:
             connection.close()
 
     def close(self) -> None:
-        """Close the idle connections."""
         while self._idle:
             self._idle.pop().close()
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 
@@ -12,6 +12,8 @@ INTERRUPTED = "interrupted"
 """The error of a request whose run was stopped; its record is still given to ``on_record``."""
 
 OnRecord = Callable[[RequestRecord], None]
+Asked = TypeVar("Asked")
+Done = TypeVar("Done")
 
 
 def _ignore(record: RequestRecord) -> None: ...
@@ -62,17 +64,24 @@ async def closed_loop(
     """Keep ``concurrency`` calls under way; return the records in the order of the calls."""
     if concurrency < 1:
         raise ValueError(f"a concurrency of {concurrency}: give 1 or more")
-    records: dict[int, RequestRecord] = {}
-    waiting = iter(enumerate(calls))
+    return await side_by_side(lambda call: _sent(client, call, None, on_record), calls, concurrency)
 
-    async def work() -> None:
-        for place, call in waiting:
-            records[place] = await _sent(client, call, None, on_record)
+
+async def side_by_side(
+    work: Callable[[Asked], Awaitable[Done]], asked: Sequence[Asked], concurrency: int
+) -> list[Done]:
+    """Do ``work`` for each of ``asked``, ``concurrency`` at a time; return the results in order."""
+    found: dict[int, Done] = {}
+    waiting = iter(enumerate(asked))
+
+    async def work_on() -> None:
+        for place, one in waiting:
+            found[place] = await work(one)
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(min(concurrency, len(calls))):
-            group.create_task(work())
-    return [records[place] for place in range(len(calls))]
+        for _ in range(min(concurrency, len(asked))):
+            group.create_task(work_on())
+    return [found[place] for place in range(len(asked))]
 
 
 async def _sent(

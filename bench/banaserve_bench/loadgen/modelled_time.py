@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import http.client
 import urllib.error
-import urllib.request
-
-from prometheus_client.parser import text_string_to_metric_families
+from collections import defaultdict
 
 from banaserve.base.clock import WallClock
 from banaserve.base.errors import UserError
+from banaserve_bench.loadgen.metrics_page import fetch, samples_of
 from banaserve_bench.results.result import ModelledTime
 
 MOST_LATE = 0.03
@@ -38,8 +37,7 @@ def modelled_time(url: str) -> ModelledTime | None:
         UserError: The server does not answer.
     """
     try:
-        with urllib.request.urlopen(f"{url}/metrics", timeout=30) as page:
-            return read(page.read().decode())
+        return read(fetch(f"{url}/metrics"))
     except (urllib.error.HTTPError, ValueError):
         return None  # no such page, or one of something else
     except (OSError, http.client.HTTPException) as error:
@@ -52,25 +50,22 @@ def read(page: str) -> ModelledTime | None:
     Raises:
         ValueError: The page is not in that format.
     """
-    sums: dict[str, float] = {}
+    sums: dict[str, float] = defaultdict(float)
     about: dict[str, str] = {}
-    for family in text_string_to_metric_families(page):
-        if not family.name.startswith("banaserve_paced_"):
-            continue
-        for sample in family.samples:
-            if sample.name == _INFO:
-                about = dict(sample.labels)
-            sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+    for sample in samples_of(page, "banaserve_paced_"):
+        if sample.name == _INFO:
+            about = dict(sample.labels)
+        sums[sample.name] += sample.value
     if not about:
         return None
-    modelled_s = sums.get("banaserve_paced_modelled_seconds_total", 0.0)
-    late_s = sums.get("banaserve_paced_late_seconds_total", 0.0)
+    modelled_s = sums["banaserve_paced_modelled_seconds_total"]
+    late_s = sums["banaserve_paced_late_seconds_total"]
     return ModelledTime(
         profile=about["profile"],
         source=about["source"],
         dilation=sums["banaserve_paced_dilation"],
-        num_steps=int(sums.get("banaserve_paced_steps_total", 0)),
-        num_overrun=int(sums.get("banaserve_paced_steps_overrun_total", 0)),
+        num_steps=int(sums["banaserve_paced_steps_total"]),
+        num_overrun=int(sums["banaserve_paced_steps_overrun_total"]),
         late_fraction=late_s / modelled_s if modelled_s else 0.0,
         step_error=about.get("step_error", "unknown"),
     )

@@ -16,14 +16,15 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import psutil
-from prometheus_client.parser import text_string_to_metric_families
 
 from banaserve.base.errors import UserError
 from banaserve.contracts.environment import engine_environment
+from banaserve_bench.loadgen.metrics_page import fetch, samples_of
 
 LOGS_VARIABLE = "BANASERVE_BENCH_LOGS"
 SHARES_GPU = ("--gpu-memory-utilization", "0.4")
@@ -91,19 +92,10 @@ class Server:
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of the samples of ``name`` that carry ``labels``."""
-        page_of_one = f"{self.url}/metrics?{urllib.parse.urlencode({'name[]': name})}"
-        with urllib.request.urlopen(page_of_one, timeout=30) as page:
-            text = page.read().decode()
-        # Parsing a whole page of a thousand lines would take a while.
-        lines = [line for line in text.splitlines() if line.startswith(name)]
-        samples = (
-            sample
-            for family in text_string_to_metric_families("\n".join([*lines, ""]))
-            for sample in family.samples
-        )
+        page = fetch(f"{self.url}/metrics?{urllib.parse.urlencode({'name[]': name})}")
         return sum(
             one.value
-            for one in samples
+            for one in samples_of(page, name)
             if one.name == name and labels.items() <= one.labels.items()
         )
 
@@ -125,7 +117,6 @@ class Server:
         raise UserError(f"the server did not start: {' '.join(last)} (log: {self.log_path})")
 
     def stop(self) -> None:
-        """End the server and wait until it has ended."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
         try:
@@ -135,17 +126,15 @@ class Server:
             self._process.wait()
 
 
-@contextlib.contextmanager
 def banaserve_server(
     model: str,
     *options: str,
     environment: Mapping[str, str] | None = None,
     port: int | None = None,
-) -> Iterator[Server]:
+) -> AbstractContextManager[Server]:
     """Run ``banaserve serve`` with ``options``, on ``port`` or a free port of this machine."""
     command = [sys.executable, "-m", "banaserve", "serve", "--model", model]
-    with _started([*command, *options], "banaserve", environment, port) as server:
-        yield server
+    return command_server([*command, *options], "banaserve", environment, port)
 
 
 class Balanced:
@@ -184,43 +173,47 @@ def balanced_servers(count: int, policy: str, model: str, *options: str) -> Iter
 @contextlib.contextmanager
 def balanced(policy: str, servers: Sequence[Server]) -> Iterator[Balanced]:
     """Run a ``banaserve route`` that has found all ``servers``, which stay when it ends."""
-    command = [sys.executable, "-m", "banaserve", "route", "--policy", policy]
-    for server in servers:
-        command += ["--replica", server.url]
+    command = route_command(policy, [server.url for server in servers])
     with command_server(command, "balancer") as balancer:
-        _wait_for_replicas(balancer, len(servers))
+        wait_until(
+            lambda: balancer.metric(_AVAILABLE) >= len(servers),
+            _FOUND_TIMEOUT_S,
+            "the balancer did not find its replicas",
+        )
         yield Balanced(balancer, servers)
 
 
-def _wait_for_replicas(balancer: Server, count: int) -> None:
-    until_s = time.monotonic() + _FOUND_TIMEOUT_S
-    while balancer.metric(_AVAILABLE) < count:
+def route_command(policy: str, urls: Sequence[str]) -> list[str]:
+    """Return the command of ``banaserve route`` in front of ``urls``, without ``--port``."""
+    command = [sys.executable, "-m", "banaserve", "route", "--policy", policy]
+    return [*command, *(f"--replica={url}" for url in urls)]
+
+
+def wait_until(is_so: Callable[[], bool], timeout_s: float, problem: str) -> None:
+    """Return when ``is_so`` returns true. Blocking.
+
+    Raises:
+        UserError: It does not within ``timeout_s``; the message is ``problem``.
+    """
+    until_s = time.monotonic() + timeout_s
+    while not is_so():
         if time.monotonic() > until_s:
-            raise UserError("the balancer did not find its replicas")
+            raise UserError(problem)
         time.sleep(0.1)
 
 
-@contextlib.contextmanager
 def vllm_server(
     model_path: str,
     served_name: str,
     *options: str,
     environment: Mapping[str, str] | None = None,
     port: int | None = None,
-) -> Iterator[Server]:
+) -> AbstractContextManager[Server]:
     """Run vLLM's own API server over one engine, on ``port`` or a free port of this machine."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", model_path, "--served-model-name", served_name]
     command += ["--host", "127.0.0.1", *options]
-    with _started(command, "vllm", environment, port) as server:
-        yield server
-
-
-@contextlib.contextmanager
-def command_server(command: Sequence[str], name: str) -> Iterator[Server]:
-    """Run ``command`` with ``--port`` and a free port; it is up once it answers ``/health``."""
-    with _started(command, name) as server:
-        yield server
+    return command_server(command, "vllm", environment, port)
 
 
 def end_on_sigterm() -> None:
@@ -229,12 +222,19 @@ def end_on_sigterm() -> None:
 
 
 @contextlib.contextmanager
-def _started(
+def command_server(
     command: Sequence[str],
     name: str,
     environment: Mapping[str, str] | None = None,
     port: int | None = None,
 ) -> Iterator[Server]:
+    """Run ``command`` with ``--port``; it is up once it answers ``/health``.
+
+    Args:
+        name: Name of its log, without the ending.
+        environment: Variables in addition to those of this process.
+        port: Port of this machine; a free one without it.
+    """
     port = free_port() if port is None else port
     variables = {
         "OMP_NUM_THREADS": "1",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import urllib.error
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 from banaserve.base import models
 from banaserve.base.errors import UserError
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
+from banaserve_bench.loadgen.metrics_page import fetch
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +57,8 @@ def find_target(url: str, model: str | None, api_key: str | None) -> ServerUnder
 
 
 def _cards(base: str, api_key: str | None) -> list[dict[str, Any]]:
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        request = urllib.request.Request(f"{base}/v1/models", headers=headers)
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-            page = json.loads(answer.read())
+        page = json.loads(fetch(f"{base}/v1/models", api_key))
     except urllib.error.HTTPError as error:
         hint = "give its --api-key" if error.code in (401, 403) else "is it an OpenAI API?"
         raise UserError(f"{base}/v1/models answers HTTP {error.code}: {hint}") from error

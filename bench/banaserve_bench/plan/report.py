@@ -77,7 +77,6 @@ class PlanReport(NamedTuple):
 
     @property
     def command(self) -> str:
-        """Command line that starts the chosen system."""
         return shlex.join(["banaserve", "serve", self.model, *self.advice.chosen.words])
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from banaserve_bench.report.standings import loads_of
 from banaserve_bench.report.tables import Table, is_empty
 from banaserve_bench.serving.summary import Summary
 
@@ -23,7 +24,7 @@ _COMPARED = (
 
 
 def extra_tables(raw: Mapping[str, Any], cells: Cells, simulated: Cells) -> list[tuple[str, Table]]:
-    """Return the tables that are not empty, with their captions."""
+    """Return the tables of a comparison that are not empty, with their captions."""
     found = [
         (
             f"{_OURS} over each of the others, the same requests; means over seeds",
@@ -42,11 +43,6 @@ def _mean(cells: Sequence[Summary], load: str, metric: str) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _loads(cells: Sequence[Summary]) -> list[str]:
-    ordered = sorted(cells, key=lambda one: one.load or 0.0)
-    return list(dict.fromkeys(one.load_name for one in ordered))
-
-
 def _over(ours: float | None, theirs: float | None) -> str:
     return f"{ours / theirs:.2f}" if ours is not None and theirs else "-"
 
@@ -60,7 +56,7 @@ def _ratios(cells: Cells, simulated: Cells) -> Table:
     for other in cells:
         if other == _OURS or _OURS not in cells:
             continue
-        for load in _loads(cells[other]):
+        for load in loads_of({other: cells[other]}):
             ours, theirs = cells[_OURS], cells[other]
             row = [other, load]
             row += [_over(_mean(ours, load, m), _mean(theirs, load, m)) for _, m in _COMPARED]
@@ -75,7 +71,7 @@ def _ratios(cells: Cells, simulated: Cells) -> Table:
 def _errors(cells: Cells, simulated: Cells) -> Table:
     table = [["system", "load", *(name for name, _ in _COMPARED)]]
     for name, predicted in simulated.items():
-        for load in _loads(cells.get(name, ())):
+        for load in loads_of({name: cells.get(name, ())}):
             row = [
                 _over(_mean(predicted, load, m), _mean(cells[name], load, m)) for _, m in _COMPARED
             ]

@@ -8,10 +8,8 @@ matplotlib: pip install matplotlib.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -19,8 +17,6 @@ from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
 from banaserve_bench.report import plots, tables
 from banaserve_bench.report.compare_tables import extra_tables
-from banaserve_bench.report.plots import PlotGrid
-from banaserve_bench.report.tables import Table
 from banaserve_bench.results import result
 from banaserve_bench.results.result import Result
 from banaserve_bench.serving.summary import Summary
@@ -30,7 +26,6 @@ _NOTHING: tuple[object, ...] = (None, "None", [])
 
 
 def make_parser() -> Parser:
-    """Return the parser of the command's options."""
     parser = Parser(prog="banaserve bench report", description=__doc__)
     parser.add_argument("folder", type=Path, metavar="DIR", help="with results, at any depth")
     parser.add_argument("--out", type=Path, help="folder of the page (default: DIR)")
@@ -39,7 +34,6 @@ def make_parser() -> Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the page; return the exit code."""
     given = make_parser().parse_args(list(argv))
     print(write_report(given.folder, given.out or given.folder, given.title))
     return 0
@@ -54,18 +48,17 @@ def write_report(folder: Path, out: Path, title: str) -> Path:
         UserError: There is no folder, no result in it, a file that is not a result, or no room to
             write.
     """
-    sections = [section_of(result.read(path)) for path in result_files(folder)]
-    problem = "" if plots.is_possible() else plots.MISSING
-    if problem:
-        print(problem, file=sys.stderr)
+    records = [result.read(path) for path in result_files(folder)]
+    parts = [f"# {title}"]
+    if not plots.is_possible():
+        print(plots.MISSING, file=sys.stderr)
+        parts.append(plots.MISSING)
     page = out / "report.md"
     try:
         out.mkdir(parents=True, exist_ok=True)
-        names = [
-            [] if problem else _drawn(section, out, number)
-            for number, section in enumerate(sections, start=1)
-        ]
-        page.write_text(_markdown(title, sections, names, problem))
+        for number, record in enumerate(records, start=1):
+            parts += _section(record, out, number)
+        page.write_text("\n\n".join(parts) + "\n")
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}") from error
     return page
@@ -89,95 +82,38 @@ def result_files(folder: Path) -> list[Path]:
     return found
 
 
-def _drawn(section: Section, out: Path, number: int) -> list[str]:
-    """Write a section's plots as files; return their names from ``out``."""
-    names = []
-    for place, grid in enumerate(section.plots):
-        names.append(f"plots/{number}-{place}.svg")
-        (out / "plots").mkdir(exist_ok=True)
-        (out / names[-1]).write_text(plots.svg(grid))
-    return names
-
-
-def _markdown(
-    title: str, sections: Sequence[Section], plot_names: Sequence[Sequence[str]], problem: str
-) -> str:
-    """Return the page: of each result the figures, then the facts behind them."""
-    parts = [f"# {title}"]
-    if problem:
-        parts.append(problem)
-    for section, names in zip(sections, plot_names, strict=True):
-        parts += _section(section, names)
-    return "\n\n".join(parts) + "\n"
-
-
-def _section(section: Section, plot_names: Sequence[str]) -> list[str]:
-    parts = [f"## {section.name}"]
-    if section.warnings:
-        parts.append(_list(section.warnings))
-    if not tables.is_empty(section.table):
-        parts.append(tables.as_markdown(section.table))
-    if section.table_note:
-        parts.append(section.table_note)
-    for grid, name in zip(section.plots, plot_names, strict=False):
-        parts += [f"### {grid.title}", f"![{grid.title}]({name})"]
-    for caption, table in section.more:
-        parts += [f"### {caption}", tables.as_markdown(table)]
-    parts += ["### What this rests on", "; ".join(section.facts)]
-    if section.notes:
-        parts.append(_list(section.notes))
-    return parts
+def _section(record: Result, out: Path, number: int) -> Iterator[str]:
+    """Write the plots of a result; yield its figures, and then the facts behind them."""
+    systems = systems_of(record)
+    workload = record.options.get("workload")
+    yield f"## {record.name}: {workload}" if workload else f"## {record.name}"
+    if warnings := warnings_of(record):
+        yield _list(warnings)
+    table = tables.serving_table(systems) if systems else tables.figure_table(record.figures)
+    if not tables.is_empty(table):
+        yield tables.as_markdown(table)
+    if len(systems) > 1:
+        yield tables.MARKS
+    if plots.is_possible():
+        for place, grid in enumerate(plots.grids_of(systems, record.raw.get("timelines", {}))):
+            name = f"plots/{number}-{place}.svg"
+            (out / "plots").mkdir(exist_ok=True)
+            (out / name).write_text(plots.svg(grid))
+            yield f"### {grid.title}\n\n![{grid.title}]({name})"
+    if "systems" in record.raw:
+        for caption, more in extra_tables(record.raw, systems, systems_of(record, "simulated")):
+            yield f"### {caption}\n\n{tables.as_markdown(more)}"
+    yield f"### What this rests on\n\n{'; '.join(facts_of(record))}"
+    if record.notes:
+        yield _list(record.notes)
 
 
 def _list(words: Sequence[str]) -> str:
     return "\n".join(f"- {one}" for one in words)
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
-    """Section of one result; the first row of a table holds headings.
-
-    Attributes:
-        warnings: Sentences without which the figures mislead.
-        table_note: Meaning of the marks in the table; empty if it has none.
-        more: Further tables, each with a caption.
-    """
-
-    name: str
-    warnings: list[str]
-    facts: list[str]
-    table: Table
-    plots: list[PlotGrid]
-    notes: list[str]
-    table_note: str = ""
-    more: list[tuple[str, Table]] = field(default_factory=list)
-
-
-def section_of(record: Result) -> Section:
-    """Return the section of a result.
-
-    Raises:
-        UserError: The record claims to be a serving run, but its cells are invalid.
-    """
-    systems = _systems(record)
-    more = []
-    if "systems" in record.raw:
-        simulated = _cells(record, record.raw.get("simulated"))
-        more = extra_tables(record.raw, systems, simulated)
-    workload = record.options.get("workload")
-    return Section(
-        name=f"{record.name}: {workload}" if workload else record.name,
-        warnings=_warnings(record),
-        facts=facts_of(record),
-        table=tables.serving_table(systems) if systems else tables.figure_table(record.figures),
-        plots=plots.grids_of(systems, record.raw.get("timelines", {})),
-        notes=record.notes,
-        table_note=tables.MARKS if len(systems) > 1 else "",
-        more=more,
-    )
-
-
-def _warnings(record: Result) -> list[str]:
+def warnings_of(record: Result) -> list[str]:
+    """Return sentences without which the figures mislead."""
     found = [f"{note}." for note in record.notes if note.startswith("INCOMPLETE")]
     if record.modelled_time:
         profiles = ", ".join(sorted({one.profile for one in record.modelled_time}))
@@ -213,15 +149,18 @@ def _of_modelled_time(record: Result) -> list[str]:
     ]
 
 
-def _systems(record: Result) -> dict[str, list[Summary]]:
-    """Return the cells of a serving run or a comparison by system; empty for other results."""
-    raw = record.raw.get("systems")
-    if raw is None and "cells" in record.raw:
+def systems_of(record: Result, kind: str = "systems") -> dict[str, list[Summary]]:
+    """Return the cells of a serving run or a comparison by system; empty for other results.
+
+    Args:
+        kind: ``systems``, or ``simulated`` for the simulator's cells of a comparison.
+
+    Raises:
+        UserError: The cells are invalid.
+    """
+    raw = record.raw.get(kind)
+    if raw is None and kind == "systems" and "cells" in record.raw:
         raw = {record.options.get("system") or record.name: record.raw["cells"]}
-    return _cells(record, raw)
-
-
-def _cells(record: Result, raw: Any) -> dict[str, list[Summary]]:
     try:
         found = msgspec.convert(raw or {}, type=dict[str, list[Summary]])
     except msgspec.ValidationError as error:

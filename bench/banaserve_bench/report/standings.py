@@ -38,7 +38,6 @@ class ServingMetric(NamedTuple):
     is_latency: bool = False
 
     def heading(self) -> str:
-        """Return the name of the metric with its unit."""
         return f"{self.words}, {self.unit}"
 
 

@@ -20,10 +20,8 @@ from banaserve_bench.results.figure_text import (
     number,
     row,
     scaled,
-    with_half,
 )
 from banaserve_bench.results.result import Figure
-from banaserve_bench.results.statistics import mean_interval
 from banaserve_bench.serving.summary import Summary
 
 Table = list[list[str]]
@@ -74,7 +72,7 @@ def _of_one(cells: Sequence[Summary]) -> Table:
         for count in ("requests", "failed")
     ]
     for metric in SERVING_METRICS:
-        shown = [_shown(_samples(same, metric)) for same in loads.values()]
+        shown = [interval_text(_samples(same, metric)) for same in loads.values()]
         if any(one != NO_VALUE for one in shown):
             table.append([metric.heading(), *shown])
     return table
@@ -89,15 +87,11 @@ def _samples(cells: Sequence[Summary], metric: ServingMetric) -> list[float]:
     return [value * metric.factor for value in found]
 
 
-def _shown(samples: Sequence[float]) -> str:
-    return interval_text(samples) if samples else NO_VALUE
-
-
 def _cells(
     standing: Standing, by_system: Mapping[str, Sequence[Summary]], systems: Iterable[str]
 ) -> list[str]:
     samples = {name: _samples(by_system.get(name, ()), standing.metric) for name in systems}
-    texts = {name: _shown(values) for name, values in samples.items()}
+    texts = {name: interval_text(values) for name, values in samples.items()}
     single = {name: values[0] for name, values in samples.items() if len(values) == 1}
     texts |= zip(single, row(list(single.values())), strict=True)
     for name in standing.others:
@@ -120,16 +114,9 @@ def figure_table(figures: Mapping[str, Figure]) -> Table:
     for name, one in figures.items():
         factor, unit = scaled(one.samples, one.unit)
         numbers = row([value * factor for value in (one.median, one.min, one.max)])
-        mean = _mean(one.samples, factor)
+        mean = interval_text(one.samples, factor) if len(one.samples) > 1 else NO_VALUE
         rows.append([name, *numbers, mean, str(len(one.samples)), unit])
     return rows
-
-
-def _mean(samples: Sequence[float], factor: float) -> str:
-    if len(samples) < 2:
-        return NO_VALUE
-    low, mean, high = mean_interval([value * factor for value in samples])
-    return with_half(mean, (high - low) / 2)
 
 
 def is_empty(table: Table) -> bool:

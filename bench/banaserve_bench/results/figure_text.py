@@ -51,10 +51,11 @@ def interval_text(samples: Sequence[float], factor: float = 1.0) -> str:
     """Return a mean and half the width of its 95% interval; of one sample only its value.
 
     The half width has two digits, and the mean ends at the same decimal place: ``710 ± 180``.
+    ``NO_VALUE`` stands for no samples.
     """
     values = [value * factor for value in samples]
     if len(values) < 2:
-        return number(values[0])
+        return number(values[0]) if values else NO_VALUE
     low, mean, high = mean_interval(values)
     return with_half(mean, (high - low) / 2)
 

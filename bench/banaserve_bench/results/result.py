@@ -104,7 +104,6 @@ def commit() -> tuple[str | None, bool | None]:
 
 
 def machine() -> Machine:
-    """Return a description of this machine."""
     return Machine(
         cpu_model=_cpu_model(),
         num_cores=len(os.sched_getaffinity(0)),
@@ -262,6 +261,15 @@ def write(record: Result, path: Path) -> None:
     )
     data = "\n".join([*_lines(msgspec.to_builtins(rounded)), ""]).encode()
     msgspec.json.decode(data, type=Result)
+    write_whole(path, data)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file that is there as a whole or as it was, whenever this process ends.
+
+    Raises:
+        UserError: The file cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".result-", delete=False) as file:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple, Self
 
@@ -56,19 +56,6 @@ class Sent(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     record: RequestRecord
 
 
-class CellRun(NamedTuple):
-    """Outcome of a cell.
-
-    Attributes:
-        wall_s: Duration on the machine's clock, whatever the client's clock is, in seconds.
-        client_cpu_s: CPU seconds of this process during the cell, for all its work.
-    """
-
-    sent: list[Sent]
-    wall_s: float
-    client_cpu_s: float
-
-
 class CellFile:
     """The records of one cell as JSON lines, written as requests end.
 
@@ -101,11 +88,8 @@ class CellFile:
             self._part.replace(self._whole)
 
 
-class Progress:
-    """Receiver of a cell's progress; this base class ignores it."""
-
-    def ended(self, num_ended: int, num_failed: int) -> None:
-        """Take the number of requests that have ended so far, and of the failed ones among them."""
+Ended = Callable[[int, int], None]
+"""Receiver of the number of requests that have ended, and of the failed ones among them."""
 
 
 async def run_cell(
@@ -117,14 +101,18 @@ async def run_cell(
     warm_up_s: float,
     exact_output: bool,
     keep: CellFile,
-    progress: Progress,
-) -> CellRun:
+    ended: Ended,
+) -> tuple[list[Sent], float]:
     """Send ``items`` and record the outcome of each; return when all have ended.
 
     Args:
         arrivals_s: Arrival times in seconds from the start; None keeps ``cell.load`` requests in
             progress instead.
         exact_output: True to ask for exactly the wanted number of tokens (ignore_eos, min_tokens).
+
+    Returns:
+        The requests in their order, and CPU seconds of this process for each second of the cell,
+        for all its work, on the machine's clock whatever the client's clock is.
     """
     calls = [_call(number, item, exact_output) for number, item in enumerate(items)]
     by_id = dict(zip((call.id for call in calls), items, strict=True))
@@ -139,7 +127,7 @@ async def run_cell(
         num_failed += record.error is not None
         keep.add(sent)
         if record.error != INTERRUPTED:
-            progress.ended(len(found), num_failed)
+            ended(len(found), num_failed)
 
     began_cpu_s, began_s = time.process_time(), time.monotonic()
     if arrivals_s is None:
@@ -147,7 +135,7 @@ async def run_cell(
     else:
         await open_loop(client, calls, arrivals_s, on_record)
     cpu_s = time.process_time() - began_cpu_s
-    return CellRun([found[call.id] for call in calls], time.monotonic() - began_s, cpu_s)
+    return [found[call.id] for call in calls], cpu_s / (time.monotonic() - began_s)
 
 
 def _call(number: int, item: Item, exact_output: bool) -> CompletionCall:
@@ -165,9 +153,8 @@ def _sent(record: RequestRecord, item: Item, start_s: float, warm_up_s: float) -
             setattr(record, name, round(value - start_s, 6))
     record.token_at_s = [round(at_s - start_s, 6) for at_s in record.token_at_s]
     record.text = ""
-    began_s = record.sent_at_s if record.due_at_s is None else record.due_at_s
     return Sent(
-        is_warm_up=began_s < warm_up_s,
+        is_warm_up=record.arrival_s < warm_up_s,
         source=item.source,
         prompt_tokens=item.prompt_tokens,
         output_tokens=item.output_tokens,

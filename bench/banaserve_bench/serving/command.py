@@ -17,18 +17,23 @@ import argparse
 import asyncio
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
-from rich.table import Table
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
 from banaserve.base.text.names import check_known
+from banaserve.cli.terminal.console import print_rows
 from banaserve_bench.datasets.items import Dataset, WantedLengths, Words
 from banaserve_bench.loadgen.arrivals import KINDS
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
@@ -38,7 +43,7 @@ from banaserve_bench.loadgen.target import ServerUnderTest, find_target, load_to
 from banaserve_bench.results import result
 from banaserve_bench.results.figure_text import NO_VALUE, interval_text
 from banaserve_bench.results.result import ModelledTime
-from banaserve_bench.serving.cell import CellId, Progress
+from banaserve_bench.serving.cell import CellId, Ended
 from banaserve_bench.serving.run import (
     RunFolder,
     ServingPlan,
@@ -66,33 +71,26 @@ _ROWS = (
 )
 
 
-def table(summaries: Sequence[Summary]) -> Table:
-    """Return a table with a column for each load: means over seeds, ± half their 95% interval.
+def summary_rows(summaries: Sequence[Summary]) -> list[list[str]]:
+    """Return a heading with all loads, and a row for each figure that some load has.
 
-    A figure that no load has is left out.
+    Cells are means over seeds, ± half their 95% interval.
     """
     by_load: dict[str, list[Summary]] = {}
     for summary in summaries:
         by_load.setdefault(summary.load_name, []).append(summary)
-    shown = Table(title="mean over seeds, ± half the 95% interval", box=None)
-    shown.add_column("figure")
-    for load in by_load:
-        shown.add_column(load, justify="right")
+    rows = [["mean over seeds, ± half the 95% interval", *by_load]]
     for count in ("requests", "failed", "timed_out"):
         totals = (sum(getattr(one, count) for one in same) for same in by_load.values())
-        shown.add_row(count.replace("_", " "), *map(str, totals))
+        rows.append([count.replace("_", " "), *map(str, totals)])
     for name, metric, factor in _ROWS:
         cells = [
-            _mean([one.metrics[metric] * factor for one in same if metric in one.metrics])
+            interval_text([one.metrics[metric] for one in same if metric in one.metrics], factor)
             for same in by_load.values()
         ]
         if any(cell != NO_VALUE for cell in cells):
-            shown.add_row(name, *cells)
-    return shown
-
-
-def _mean(values: Sequence[float]) -> str:
-    return interval_text(values) if values else NO_VALUE
+            rows.append([name, *cells])
+    return rows
 
 
 _NOTES = (
@@ -113,13 +111,12 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"{given.dataset} says not when requests arrive: give another --arrival")
     folder = RunFolder(given.out, {**_options(given), "url": target.url, "model": target.model})
     summaries = _run(given, plan, target, dataset, folder)
-    Console().print(table(summaries))
+    print_rows(summary_rows(summaries), {})
     print(f"records and result: {given.out}")
     return 0
 
 
 def make_parser() -> Parser:
-    """Return the parser of the command's options."""
     parser = Parser(
         prog="banaserve bench serving",
         description=__doc__,
@@ -156,16 +153,10 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
 def _add_requests(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--dataset", default="alpaca-like", help="name or file")
-    add("--data", type=Path, help="file or folder of a named dataset, or hub")
-    add("--prompt-tokens", type=int, default=256, help="mean, of made-up prompts")
-    add("--output-tokens", type=int, help="of every answer (default: as the data say)")
+    add_lengths(parser)
     add("--range-fraction", type=float, default=0.0, help="spread of random lengths")
-    add("--prefix-tokens", type=int, default=1000, help="of shared-prefix")
-    add("--prefixes", type=int, default=1, help="different ones, of shared-prefix")
-    add("--sessions", type=int, default=8, help="chats at once, of multi-turn")
     add("--trace-block-tokens", type=int, default=512, help="tokens a hash id stands for")
     add("--max-prompt-tokens", type=int, help="cut longer prompts")
-    add("--max-output-tokens", type=int, help="cut longer answers")
     add("--send", choices=("tokens", "text"), default="tokens", help="made-up prompts")
     add(
         "--no-exact-output",
@@ -174,12 +165,26 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_lengths(parser: argparse.ArgumentParser) -> None:
+    """Add the options of data and lengths that ``bench compare`` has, too."""
+    add = parser.add_argument
+    add("--data", type=Path, help="file or folder of a named dataset, or hub")
+    add("--prompt-tokens", type=int, default=256, help="mean, of made-up prompts")
+    add("--output-tokens", type=int, help="of every answer (default: as the data say)")
+    add("--max-output-tokens", type=int, help="cut longer answers")
+    add("--prefix-tokens", type=int, default=1000, help="of shared-prefix")
+    add("--prefixes", type=int, default=1, help="different ones, of shared-prefix")
+    add("--sessions", type=int, default=8, help="chats at once, of multi-turn")
+    add("--slo-ttft", type=float, metavar="S", help="for goodput")
+    add("--slo-tpot", type=float, metavar="S", help="for goodput")
+
+
 def _add_load(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--rps", type=_numbers, help="requests a second: one, or several such as 1,2,4")
+    add("--rps", type=numbers, help="requests a second: one, or several such as 1,2,4")
     add("--arrival", help=f"{', '.join(KINDS)} (poisson with --rps, else closed)")
     add("--variation", type=float, default=2.0, help="coefficient of, of gamma arrivals")
-    add("--concurrency", type=_numbers, default=(8,), help="of closed: requests under way")
+    add("--concurrency", type=numbers, default=(8,), help="of closed: requests under way")
     add("--requests", type=int, help="of each cell (default: those of --warmup and --duration)")
     add("--duration", type=float, default=60.0, metavar="S", help="measured")
     add(
@@ -188,12 +193,10 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds of requests that are sent before and not counted (10; 0 with --requests)",
     )
-    add("--seeds", type=_whole, default=(0,), help="such as 0,1,2,3,4")
-    add("--slo-ttft", type=float, metavar="S", help="for goodput")
-    add("--slo-tpot", type=float, metavar="S", help="for goodput")
+    add("--seeds", type=whole_numbers, default=(0,), help="such as 0,1,2,3,4")
 
 
-def _numbers(text: str) -> tuple[float, ...]:
+def numbers(text: str) -> tuple[float, ...]:
     try:
         values = tuple(float(word) for word in text.split(","))
     except ValueError:
@@ -203,7 +206,7 @@ def _numbers(text: str) -> tuple[float, ...]:
     return values
 
 
-def _whole(text: str) -> tuple[int, ...]:
+def whole_numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in text.split(","))
     except ValueError:
@@ -234,20 +237,29 @@ def _plan(given: argparse.Namespace) -> ServingPlan:
 
 
 def _wanted(given: argparse.Namespace, target: ServerUnderTest) -> WantedLengths:
+    return wanted_lengths(
+        given,
+        given.dataset,
+        range_fraction=given.range_fraction,
+        trace_block_tokens=given.trace_block_tokens,
+        max_prompt_tokens=given.max_prompt_tokens,
+        context_tokens=target.context_tokens,
+        as_text=given.send == "text",
+    )
+
+
+def wanted_lengths(given: argparse.Namespace, dataset: str, **more: Any) -> WantedLengths:
+    """Return what the options of ``add_lengths`` say, and ``more``."""
     return WantedLengths(
-        dataset=given.dataset,
+        dataset=dataset,
         data=given.data,
         prompt_tokens=given.prompt_tokens,
         output_tokens=given.output_tokens,
-        range_fraction=given.range_fraction,
         prefix_tokens=given.prefix_tokens,
         num_prefixes=given.prefixes,
         sessions=given.sessions,
-        trace_block_tokens=given.trace_block_tokens,
-        max_prompt_tokens=given.max_prompt_tokens,
         max_output_tokens=given.max_output_tokens,
-        context_tokens=target.context_tokens,
-        as_text=given.send == "text",
+        **more,
     )
 
 
@@ -272,7 +284,6 @@ def _run(
         complete = [one for cell in plan.cells() if (one := folder.summary(cell)) is not None]
         record = as_result(
             complete,
-            name="serving",
             options={**_options(given), "model": Path(target.model).name},
             started_at=started_at,
             num_cells=len(plan.cells()),
@@ -324,12 +335,11 @@ async def _measure(
             await try_out(
                 client, CompletionCall("first", prompt=first.prompt, max_tokens=1, extra=extra)
             )
-            shown = _Shown(bar)
-            await run_cells(plan, client, dataset, folder, shown, shown.begin)
+            await run_cells(plan, client, dataset, folder, partial(_shown, bar))
 
 
-def _bar() -> Bar:
-    return Bar(
+def _bar() -> Progress:
+    return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
@@ -338,18 +348,11 @@ def _bar() -> Bar:
     )
 
 
-class _Shown(Progress):
-    """Progress shown as a bar for each cell."""
+def _shown(bar: Progress, cell: CellId, count: int) -> Ended:
+    task = bar.add_task(cell.name, total=count)
 
-    def __init__(self, bar: Bar) -> None:
-        self._bar = bar
-        self._name = ""
-        self._task = bar.add_task("", total=None, visible=False)
-
-    def begin(self, cell: CellId, count: int) -> None:
-        self._name = cell.name
-        self._task = self._bar.add_task(self._name, total=count)
-
-    def ended(self, num_ended: int, num_failed: int) -> None:
+    def ended(num_ended: int, num_failed: int) -> None:
         failed = f", {num_failed} failed" if num_failed else ""
-        self._bar.update(self._task, completed=num_ended, description=f"{self._name}{failed}")
+        bar.update(task, completed=num_ended, description=f"{cell.name}{failed}")
+
+    return ended

@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from banaserve_bench.datasets.items import Dataset, Item
 from banaserve_bench.loadgen.arrivals import arrival_times_s
 from banaserve_bench.loadgen.client import OpenAiClient
 from banaserve_bench.results import result
-from banaserve_bench.serving.cell import CellFile, CellId, Progress, run_cell
+from banaserve_bench.serving.cell import CellFile, CellId, Ended, run_cell
 from banaserve_bench.serving.summary import Slo, Summary, summarize, unit_of
 
 
@@ -123,14 +123,9 @@ class RunFolder:
             raise UserError(f"{self.path} is damaged ({error}): give another --out") from error
 
     def keep(self, cell: CellId, summary: Summary) -> None:
-        write_whole(self.path / "summaries" / f"{cell.name}.json", msgspec.json.encode(summary))
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that is there as a whole or not at all, whenever this process ends."""
-    scratch = path.with_suffix(".new")
-    scratch.write_bytes(data)
-    scratch.replace(path)
+        result.write_whole(
+            self.path / "summaries" / f"{cell.name}.json", msgspec.json.encode(summary)
+        )
 
 
 async def run_cells(
@@ -138,13 +133,13 @@ async def run_cells(
     client: OpenAiClient,
     dataset: Dataset,
     folder: RunFolder,
-    progress: Progress,
-    begin: Any = lambda cell, count: None,
+    begin: Callable[[CellId, int], Ended],
 ) -> list[Summary]:
     """Run the cells that ``folder`` lacks; return the figures of all.
 
     Args:
-        begin: Callback with each cell and its number of requests, before the cell runs.
+        begin: Callback with each cell and its number of requests, before the cell runs; returns
+            the receiver of the cell's progress.
 
     Raises:
         UserError: Every request of a cell failed, or none came after the warm-up; the records are
@@ -155,8 +150,8 @@ async def run_cells(
     for cell in plan.cells():
         summary = folder.summary(cell)
         if summary is None:
-            begin(cell, plan.count(cell))
-            summary = await _run_one(plan, cell, client, dataset, folder, progress)
+            ended = begin(cell, plan.count(cell))
+            summary = await _run_one(plan, cell, client, dataset, folder, ended)
             if not summary.requests:
                 raise UserError(
                     f"all {summary.warm_up_requests} requests of {cell.name} were sent in the "
@@ -195,11 +190,11 @@ async def _run_one(
     client: OpenAiClient,
     dataset: Dataset,
     folder: RunFolder,
-    progress: Progress,
+    ended: Ended,
 ) -> Summary:
     items, arrivals_s = requests_of(plan, cell, dataset)
     with CellFile(folder.records, cell) as keep:
-        ran = await run_cell(
+        sent, client_cpu_fraction = await run_cell(
             client,
             items,
             arrivals_s,
@@ -207,9 +202,9 @@ async def _run_one(
             warm_up_s=plan.warm_up_s,
             exact_output=plan.exact_output,
             keep=keep,
-            progress=progress,
+            ended=ended,
         )
-    return summarize(cell, ran.sent, plan.slo, ran.client_cpu_s / ran.wall_s)
+    return summarize(cell, sent, plan.slo, client_cpu_fraction)
 
 
 @contextlib.contextmanager
@@ -231,12 +226,10 @@ def stopped_by_signals() -> Iterator[None]:
 def as_result(
     summaries: Sequence[Summary],
     *,
-    name: str,
     options: Mapping[str, Any],
-    started_at: datetime | None,
+    started_at: datetime,
     num_cells: int,
     notes: Sequence[str] = (),
-    figures_prefix: str = "",
 ) -> result.Result:
     """Return the run in the format of all benchmarks: a sample for each seed of each figure.
 
@@ -247,11 +240,11 @@ def as_result(
     if not is_complete:
         told.append(f"INCOMPLETE: {len(summaries)} of {num_cells} cells")
     return result.result(
-        name,
+        "serving",
         seed=summaries[0].seed if summaries else 0,
         options=dict(options),
-        started_at=started_at or datetime.now(UTC),
-        figures=figures(summaries, figures_prefix),
+        started_at=started_at,
+        figures=figures(summaries),
         notes=told,
         raw={"cells": msgspec.to_builtins(list(summaries)), "is_complete": is_complete},
     )

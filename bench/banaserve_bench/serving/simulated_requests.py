@@ -57,10 +57,10 @@ def figures_of(
 ) -> dict[str, float]:
     """Return figures of real records, named as the simulator's; latencies count from arrival."""
     ended = [r for r in records if r.error is None and r.ended_at_s is not None]
-    start_s = min(_due_s(record) for record in records)
-    ttft = [((r.first_token_at_s or 0.0) - _due_s(r)) / dilation for r in ended]
+    start_s = min(record.arrival_s for record in records)
+    ttft = [((r.first_token_at_s or 0.0) - r.arrival_s) / dilation for r in ended]
     tpot = [(tpot_s(r) or 0.0) / dilation for r in ended]
-    e2e = [((r.ended_at_s or 0.0) - _due_s(r)) / dilation for r in ended]
+    e2e = [((r.ended_at_s or 0.0) - r.arrival_s) / dilation for r in ended]
     good = sum(
         first <= limits.ttft_s and each <= limits.tpot_s
         for first, each in zip(ttft, tpot, strict=True)
@@ -79,7 +79,3 @@ def figures_of(
         figures[f"{name}_p50_s"] = percentile(values, 0.5)
         figures[f"{name}_p99_s"] = percentile(values, 0.99)
     return figures
-
-
-def _due_s(record: RequestRecord) -> float:
-    return record.sent_at_s if record.due_at_s is None else record.due_at_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -135,7 +136,7 @@ def summarize(cell: CellId, sent: Sequence[Sent], slo: Slo, client_cpu_fraction:
         interrupted=sum(record.error == "interrupted" for record in records),
         warm_up_requests=len(sent) - len(counted),
         cut_prompts=sum(one.is_cut for one in counted),
-        errors=_errors(records),
+        errors=dict(Counter(one.error for one in records if one.error is not None)),
         metrics=metrics,
         samples={name: _thinned(values) for name, values in samples.items()},
     )
@@ -156,7 +157,7 @@ def _throughput(
 ) -> dict[str, float]:
     if not records:
         return {}
-    arrivals = [_arrival_s(record) for record in records]
+    arrivals = [record.arrival_s for record in records]
     good = sum(slo.kept_by(record) for record in records)
     found = {
         "failed_fraction": 1 - len(succeeded) / len(records),
@@ -200,18 +201,6 @@ def _lengths(counted: Sequence[Sent]) -> dict[str, float]:
         found["cached_fraction"] = sum(cached) / max(1, sum(prompt))
     if delays:
         found["send_delay_p99"] = percentile(delays, 99)
-    return found
-
-
-def _arrival_s(record: RequestRecord) -> float:
-    return record.sent_at_s if record.due_at_s is None else record.due_at_s
-
-
-def _errors(records: Sequence[RequestRecord]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for record in records:
-        if record.error is not None:
-            found[record.error] = found.get(record.error, 0) + 1
     return found
 
 

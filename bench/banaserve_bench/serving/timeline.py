@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
-import urllib.request
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 
 from banaserve.base.clock import Clock
 from banaserve.contracts.control_api import DecisionRecord
+from banaserve_bench.loadgen.metrics_page import fetch, samples_of
 
 _EVERY_S = 1.0
+_TIMEOUT_S = 10.0
 _IN_FLIGHT = "banaserve_requests_in_flight"
 _READY = "banaserve_instance_ready"
 _BUSY = "banaserve_busy_seconds_total"
@@ -50,21 +50,18 @@ class InstanceTimeline(msgspec.Struct, forbid_unknown_fields=True):
         busy_s: dict[str, float] = {}
         paced_s: dict[str, float] = {}
         dilation = 1.0
-        # Parsing the whole page every second would take a tenth of the client's core.
-        lines = [line for line in page.splitlines() if line.startswith(_WANTED)]
-        for family in text_string_to_metric_families("\n".join(lines) + "\n"):
-            for sample in family.samples:
-                name = sample.labels.get("instance_id", "")
-                if sample.name == _IN_FLIGHT:
-                    legs[name] = sample.value
-                elif sample.name == _READY and sample.value:
-                    roles[name] = sample.labels.get("role", "")
-                elif sample.name == _PACED:
-                    paced_s[name] = sample.value
-                elif sample.name == _BUSY:
-                    busy_s[name] = sample.value
-                elif sample.name == _DILATION:
-                    dilation = sample.value
+        for sample in samples_of(page, *_WANTED):
+            name = sample.labels.get("instance_id", "")
+            if sample.name == _IN_FLIGHT:
+                legs[name] = sample.value
+            elif sample.name == _READY and sample.value:
+                roles[name] = sample.labels.get("role", "")
+            elif sample.name == _PACED:
+                paced_s[name] = sample.value
+            elif sample.name == _BUSY:
+                busy_s[name] = sample.value
+            elif sample.name == _DILATION:
+                dilation = sample.value
         busy_s |= {name: spent_s / dilation for name, spent_s in paced_s.items()}
         for name in sorted(legs.keys() | roles.keys() | busy_s.keys()):
             # An instance that was absent at earlier samples held nothing then.
@@ -124,15 +121,9 @@ async def _watch(url: str, timeline: InstanceTimeline, clock: Clock) -> None:
     began_s = clock.now()
     while True:
         with contextlib.suppress(OSError, http.client.HTTPException):
-            page = await asyncio.to_thread(_page, url)
+            page = await asyncio.to_thread(fetch, f"{url}/metrics", None, _TIMEOUT_S)
             timeline.add(round(clock.now() - began_s, 2), page)
         await asyncio.sleep(_EVERY_S)
-
-
-def _page(url: str) -> str:
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
-        text: str = answer.read().decode()
-    return text
 
 
 def decisions_of(log: Path, began_s: float, dilation: float) -> list[dict[str, Any]]:

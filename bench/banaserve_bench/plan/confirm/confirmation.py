@@ -62,7 +62,6 @@ class Confirmation:
         return self.predicted["goodput_fraction"] - self.outcome.figures["goodput_fraction"]
 
     def past(self, asked: PlanQuestion) -> PastError:
-        """Return what the next advice states."""
         return PastError(
             at=datetime.now(UTC).isoformat(timespec="seconds"),
             profile=asked.device.profile.name,

@@ -61,7 +61,6 @@ def digest_of(device: Device) -> str:
 
 
 def errors_path() -> Path:
-    """Return the path of the user's file."""
     return state_folder() / _NAME
 
 

@@ -44,5 +44,4 @@ class ConfirmOptions:
 
     @property
     def is_confirmed(self) -> bool:
-        """True if the advice is confirmed."""
         return self.confirm or bool(self.confirm_urls)

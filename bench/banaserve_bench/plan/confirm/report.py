@@ -74,7 +74,6 @@ def void_words(found: Sequence[Confirmation]) -> list[str]:
 
 
 def confirmation_json(found: Sequence[Confirmation]) -> list[dict[str, Any]]:
-    """Return predictions and outcomes for JSON."""
     return [
         {
             "system": one.place.candidate.name,

@@ -46,7 +46,6 @@ def _write(path: Path, text: str, mode: str = "w") -> None:
 
 
 def page(report: PlanReport, curves: PlanCurves) -> str:
-    """Return the page."""
     title = f"Plan: {report.planned.name}"
     return "\n".join(
         [

@@ -32,12 +32,10 @@ class HeldOutErrors(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """Mean error."""
         return sum(self.errors) / len(self.errors)
 
     @property
     def worst(self) -> float:
-        """Largest error."""
         return max(self.errors)
 
 

@@ -33,7 +33,6 @@ class ProbeReport(NamedTuple):
     assumed: Sequence[str]
 
     def show(self) -> None:
-        """Print the report."""
         prefill, decode = self.profile.prefill, self.profile.decode_small
         print(f"{self.server.model} at {self.server.url}: {self.profile.source}")
         print(
@@ -50,7 +49,6 @@ class ProbeReport(NamedTuple):
         print("\nassumed: " + "; ".join(self.assumed))
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report for JSON."""
         return {
             "server": {"url": self.server.url, "model": self.server.model},
             "source": self.profile.source,

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import http.client
-import urllib.request
 from typing import NamedTuple
 
-from prometheus_client.parser import text_string_to_metric_families
+from banaserve_bench.loadgen.metrics_page import fetch, samples_of
 
 _TIMEOUT_S = 10.0
-_MOST_BYTES = 16 << 20
 _BUSY = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
@@ -38,22 +36,16 @@ class ServerMetrics(NamedTuple):
 
 def read_metrics(url: str, api_key: str | None) -> ServerMetrics:
     """Return the metrics of the server at ``url``; without a page of metrics, none. Blocking."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        request = urllib.request.Request(f"{url}/metrics", headers=headers)
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as page:
-            return metrics_of(page.read(_MOST_BYTES).decode(errors="replace"))
+        return metrics_of(fetch(f"{url}/metrics", api_key, _TIMEOUT_S))
     except (OSError, http.client.HTTPException):
         return ServerMetrics()
 
 
 def metrics_of(page: str) -> ServerMetrics:
     """Return the metrics of a page in Prometheus' text format; none of any other page."""
-    wanted = (*_BUSY, _CACHE, _READY)
-    lines = [line for line in page.splitlines() if line.startswith(wanted)]
     try:
-        families = list(text_string_to_metric_families("\n".join([*lines, ""])))
-        samples = [sample for family in families for sample in family.samples]
+        samples = samples_of(page, *_BUSY, _CACHE, _READY)
         busy = [int(one.value) for one in samples if one.name in _BUSY]
         caches = [one.labels for one in samples if one.name == _CACHE]
         ready = [one for one in samples if one.name == _READY]

@@ -244,7 +244,9 @@ def _offers(asked: PlanQuestion, found: Screening, tell: Tell) -> Iterator[Count
     without = [one for one in found.colocated if not one.candidate.has_store]
     if best.goodput > without[0].goodput + _DIFFERENCE:
         yield CounterOffer("store", best, without[0])
-    small = [one for one in found.colocated if 0 < one.candidate.store_gib < _gib(best)]
+    small = [
+        one for one in found.colocated if 0 < one.candidate.store_gib < best.candidate.store_gib
+    ]
     if small and best.goodput > small[0].goodput + _DIFFERENCE:
         yield CounterOffer("store size", best, small[0])
     goal = _ENOUGH * found.feasible_fraction
@@ -254,10 +256,6 @@ def _offers(asked: PlanQuestion, found: Screening, tell: Tell) -> Iterator[Count
     other = _fewer_gpus(asked, best, goal, tell) if enough else _more(asked, best, goal, tell)
     if other is not None:
         yield CounterOffer("instances", other, best)
-
-
-def _gib(tried: Tried) -> int:
-    return tried.candidate.store_gib
 
 
 def _more(asked: PlanQuestion, best: Tried, goal: float, tell: Tell) -> Tried | None:
@@ -300,7 +298,8 @@ def _flips(asked: PlanQuestion, found: Screening, tell: Tell) -> list[Flip]:
     Prompts with known prefixes are left as they are: what longer ones would share is unknown.
     """
     rows = asked.loads.first[:_FLIP_REQUESTS]
-    candidates = _flip_candidates(found)
+    tried = [*found.colocated, *(one for one in found.others if one.candidate.is_usual)]
+    candidates = [one.candidate for one in tried]
     most = asked.device.profile.model.max_context_tokens
 
     def pays_at_rate(scale: float) -> bool:
@@ -317,12 +316,6 @@ def _flips(asked: PlanQuestion, found: Screening, tell: Tell) -> list[Flip]:
         tell("flip points: length of prompts")
         flips += find_flips("mean prompt tokens", mean_prompt(rows), pays_at_length)
     return flips
-
-
-def _flip_candidates(found: Screening) -> list[Candidate]:
-    """Return what a split is tried as and compared with where the load differs."""
-    usual = [one.candidate for one in found.others if one.candidate.is_usual]
-    return [*(one.candidate for one in found.colocated), *usual]
 
 
 def _pays(asked: PlanQuestion, candidates: Sequence[Candidate], rows: Rows) -> bool:

@@ -59,7 +59,6 @@ class Candidate:
 
     @property
     def num_instances(self) -> int:
-        """Number of instances."""
         return len(self.system.roles())
 
 
@@ -83,7 +82,6 @@ class InstanceShape:
 
     @property
     def engine_words(self) -> tuple[str, ...]:
-        """Options of vLLM."""
         return ("--tensor-parallel-size", str(self.gpus)) if self.gpus > 1 else ()
 
     def store_tokens(self, gib: int) -> int:

@@ -66,7 +66,6 @@ class PlanQuestion:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """All kinds of instances."""
         return (self.device, *self.more_devices)
 
     @property
@@ -80,9 +79,7 @@ class PlanQuestion:
         return InstanceShape(device.gpus, token_bytes, bool(self.more_devices))
 
     def device_of(self, candidate: Candidate) -> Device:
-        """Return the instances that a candidate has."""
         return next(one for one in self.devices if one.gpus == candidate.gpus)
 
     def run(self, candidate: Candidate, rows: Rows, scenario: Scenario) -> dict[str, Any]:
-        """Return the result of a candidate under a load."""
         return self.device_of(candidate).run(candidate, rows, scenario)

@@ -95,8 +95,6 @@ class Device(NamedTuple):
     def run(
         self, candidate: Candidate, rows: Sequence[Arrival], scenario: Scenario
     ) -> dict[str, Any]:
-        """Return the result of ``simulate``."""
-
         def watch(cluster: SimCluster) -> None:
             if self.measured is not None:
                 install(cluster, self.profile, self.measured.times, self.measured.constants)
