@@ -65,10 +65,10 @@ class Simulated(NamedTuple):
     """Means of a simulated run in seconds, and what tokens wait for in the mean.
 
     Attributes:
-        first_parts: Of a first token: GPU time of steps that only decode, of other steps, steps,
-            requests in them, time of steps that take ``launch_s``; then 1 and the prompt's tokens,
-            for its way.
-        parts: The first five of these, of each later token.
+        first_parts: Parts of a first token's time: GPU time of steps that only decode, of other
+            steps, steps, requests in them, time of steps that take ``launch_s``; then 1 and the
+            prompt's tokens, for its way.
+        parts: The first five parts, of each later token's time.
     """
 
     ttft_s: float
