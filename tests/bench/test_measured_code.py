@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.measured_code import MEASURED, History
+from benchmarks.measured_code import MEASURED, WRITTEN_FROM_RESULTS, History
 from benchmarks.results_page import ROOT
 
 SOURCE = '"""Steps."""\n\n\ndef step_s() -> float:\n    """Seconds."""\n    return 1.0\n'
@@ -105,6 +105,18 @@ def test_a_file_that_is_gone_is_a_change(repository: Repository) -> None:
     assert History(repository.top).has_changed(repository.first, ["sim"])
 
 
+def test_a_file_that_is_written_from_a_result_does_not_make_it_stale(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.measured_code.WRITTEN_FROM_RESULTS", {"sim/rates.toml"})
+    repository.write("sim/rates.toml", "a = 1\n")
+    repository.git("add", ".")
+    assert not History(repository.top).has_changed(repository.first, ["sim"])
+    repository.write("sim/others.toml", "a = 1\n")
+    repository.git("add", ".")
+    assert History(repository.top).has_changed(repository.first, ["sim"])
+
+
 def test_a_folder_that_has_moved_leaves_a_docstring_behind_and_no_change(
     repository: Repository,
 ) -> None:
@@ -142,6 +154,6 @@ def test_a_history_that_lacks_commits_is_not_asked(repository: Repository, tmp_p
 
 
 def test_what_is_measured_is_there() -> None:
-    for paths in MEASURED.values():
+    for paths in (*MEASURED.values(), WRITTEN_FROM_RESULTS):
         for path in paths:
             assert (ROOT / path).exists(), path
