@@ -1,4 +1,4 @@
-"""Commands that follow an operation of a server: what Ctrl-C leaves, what status says of its end."""
+"""Commands that follow an operation: what Ctrl-C leaves, what status says of its end."""
 
 from __future__ import annotations
 

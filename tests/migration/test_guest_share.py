@@ -192,6 +192,6 @@ def test_memory_of_a_guest_includes_its_kv_but_not_the_pool_of_the_store() -> No
     with_kv = look(os.getpid(), ProcessUsage())
     pool.close()
     kv.close()
-    assert before and with_pool and with_kv
+    assert None not in (before, with_pool, with_kv)
     assert with_pool.num_bytes - before.num_bytes < size // 2
     assert with_kv.num_bytes - with_pool.num_bytes > size // 2
