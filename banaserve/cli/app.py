@@ -61,7 +61,8 @@ class App:
         elif self._is_wrong(word):
             near = get_close_matches(word, self.commands, 1)
             hint = f"did you mean {near[0]}?" if near else f"give one of {', '.join(self.commands)}"
-            wrong = f"there is no command {word}" if word else "a command is missing"
+            is_missing = not word or word.startswith("-")
+            wrong = "a command is missing" if is_missing else f"there is no command {word}"
             raise UserError(f"{prog.removeprefix('banaserve ')}: {wrong}: {hint}")
         else:
             function, rest, parser = self._main, argv, self.parser(prog)
@@ -73,7 +74,7 @@ class App:
     def _is_wrong(self, word: str) -> bool:
         """Return whether ``word``, which is no sub-command, should have been one."""
         if self._main is _missing:
-            return not word.startswith("-")
+            return word not in ("-h", "--help")
         takes_word = not self.commands or bool(_arguments(self._main))
         return bool(word) and not word.startswith("-") and not takes_word
 

@@ -69,7 +69,8 @@ class RoleChange(msgspec.Struct):
 
     def __str__(self) -> str:
         """Return the progress of the switch, for people."""
-        return f"{self.instance} from {self.old} to {self.role}, {self.num_left} left"
+        left = f", {self.num_left} left" if self.is_open else ""
+        return f"{self.instance} from {self.old} to {self.role}{left}"
 
 
 class DrainState(msgspec.Struct, frozen=True):

@@ -25,6 +25,8 @@ from banaserve.kvstore.sizes import format_size
 
 Numbers = npt.NDArray[np.int64]
 """Numbers of an engine's blocks or the store's slots, ``[num]``."""
+POOL_NAME = "banaserve-kvstore"
+"""Name of the pool's mappings in /proc."""
 POISON = 0xFF
 _WORD_BYTES = 8
 _PENDING = 1 << 62
@@ -50,7 +52,7 @@ class SlotPool:
                 f"a pool of {format_size(num_bytes)} does not fit: "
                 f"{format_size(available_bytes)} of memory are available"
             )
-        self.fd = os.memfd_create("banaserve-kvstore", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd = os.memfd_create(POOL_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, self.num_bytes)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, linux.SEALS)
         try:

@@ -18,14 +18,25 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import NameOID
 
+from banaserve.base.access.key_files import CLUSTER_KEY_VARIABLE
 from banaserve.base.errors import UserError
 
-MIN_KEY_BYTES = 16
+_MIN_KEY_BYTES = 16
 _SEED_BYTES = 32
 _PURPOSE = b"banaserve cluster authority 1"
 # The clocks of the nodes need not agree: a certificate's private key ends with its process.
 _FROM, _UNTIL = datetime(2020, 1, 1, tzinfo=UTC), datetime(2120, 1, 1, tzinfo=UTC)
 _AUTHORITY, _MEMBER = "banaserve cluster", "banaserve node"
+
+
+def check_key(key: str) -> None:
+    """Raise UserError if a cluster's key is missing or too short."""
+    if len(key.encode()) < _MIN_KEY_BYTES:
+        raise UserError(
+            f"nodes need a key of {_MIN_KEY_BYTES} characters or more, the same as their agents "
+            f"have: give --cluster-key-file or set {CLUSTER_KEY_VARIABLE} "
+            "(`openssl rand -hex 32` makes a key)"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +56,10 @@ class ClusterCredentials:
         """Return the credentials derived from a cluster's key.
 
         Raises:
-            UserError: The key is shorter than ``MIN_KEY_BYTES``.
+            UserError: The key is too short.
         """
-        secret = key.encode()
-        if len(secret) < MIN_KEY_BYTES:
-            raise UserError(
-                f"a cluster's key has {MIN_KEY_BYTES} characters or more: "
-                "`openssl rand -hex 32` makes one"
-            )
-        seed = HKDF(hashes.SHA256(), _SEED_BYTES, salt=None, info=_PURPOSE).derive(secret)
+        check_key(key)
+        seed = HKDF(hashes.SHA256(), _SEED_BYTES, salt=None, info=_PURPOSE).derive(key.encode())
         authority = Ed25519PrivateKey.from_private_bytes(seed)
         own = Ed25519PrivateKey.generate()
         vouched = _certificate(_AUTHORITY, authority, authority, is_authority=True)

@@ -7,11 +7,10 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from banaserve.base.access.key_files import CLUSTER_KEY_VARIABLE
 from banaserve.base.config.serve_config import ServeConfig
 from banaserve.base.errors import UserError
 from banaserve.base.net.addresses import host_and_port, written
-from banaserve.nodes.credentials import MIN_KEY_BYTES
+from banaserve.nodes.credentials import check_key
 
 
 class AgentPlace(msgspec.Struct, frozen=True):
@@ -88,11 +87,8 @@ def check_places(config: ServeConfig) -> None:
         raise UserError("--node: a node is given twice")
     if config.nodes and config.cluster:
         raise UserError("--node and --cluster exclude each other: Ray starts the nodes' agents")
-    if config.nodes and len(config.cluster_key.encode()) < MIN_KEY_BYTES:
-        raise UserError(
-            f"nodes need a key of {MIN_KEY_BYTES} characters or more, the same as their agents "
-            f"have: give --cluster-key-file or set {CLUSTER_KEY_VARIABLE}"
-        )
+    if config.nodes:
+        check_key(config.cluster_key)
 
 
 class GivenPlaces:

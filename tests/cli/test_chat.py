@@ -137,3 +137,10 @@ def test_an_error_in_a_stream_is_told() -> None:
     assert next(found) == "a"
     with pytest.raises(UserError, match="broke off: b"):
         next(found)
+
+
+def test_a_stream_that_ends_early_has_broken_off() -> None:
+    found = pieces([b'data: {"choices":[{"delta":{"content":"a"}}]}'])
+    assert next(found) == "a"
+    with pytest.raises(UserError, match="broke off: the server has closed"):
+        next(found)

@@ -164,6 +164,7 @@ def test_a_wrong_word_is_one_line(argv, line, monkeypatch, capsys):
         ([], "probe: a command is missing: give one of run"),
         (["ru"], "probe: there is no command ru: did you mean run?"),
         (["xyzzy"], "probe: there is no command xyzzy: give one of run"),
+        (["--port", "1"], "probe: a command is missing: give one of run"),
     ],
 )
 def test_a_wrong_sub_command_is_one_line(argv, line, monkeypatch, capsys):

@@ -50,6 +50,16 @@ def test_options_that_are_right_pass() -> None:
 
 @pytest.mark.parametrize(("options", "words"), WRONG, ids=[options for options, _ in WRONG])
 def test_a_wrong_option_is_refused(options: str, words: str) -> None:
+    refused_with(options, words)
+
+
+@pytest.mark.parametrize("table", ["[[node]]\nkey = 'a'", "[node]\nkey = 'a'", "node = [[1]]"])
+def test_a_configuration_holds_values_and_lists_of_them(table: str, tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(table)
+    refused_with(f"--config {tmp_path}/c.toml", "is neither a value nor a list of values")
+
+
+def refused_with(options: str, words: str) -> None:
     with pytest.raises(UserError) as refused:
         check_config(parse_serve_argv(options.split()))
     assert words in str(refused.value)

@@ -134,6 +134,18 @@ def test_a_scrape_counts_every_step_and_every_output(series: EngineSeries) -> No
     assert found["vllm:request_success_total"] == 101
 
 
+def test_an_engine_that_has_ended_runs_no_requests(series: EngineSeries) -> None:
+    d0 = InstanceId("d0")
+    stats = SchedulerStats(num_running_reqs=4, num_waiting_reqs=2, kv_cache_usage=0.5)
+    series.logger_class(d0, lambda _: None)(None).record(stats, None)
+    gauges = {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"}
+    assert gauges <= counted(series)[""]
+    series.engine_ended(d0)
+    assert not gauges & counted(series)[""]
+    series.forget(d0)
+    series.engine_ended(d0)
+
+
 def _labels(registry: CollectorRegistry) -> dict[str, str]:
     for family in registry.collect():
         for sample in family.samples:

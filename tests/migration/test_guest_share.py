@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
 from collections.abc import AsyncIterator
@@ -19,11 +20,12 @@ from banaserve.base.errors import MigrationError, UserError
 from banaserve.base.platform.run_dir import RunDir
 from banaserve.base.types import InstanceId
 from banaserve.contracts.migration_api import MoveLayers, ShareRequest
+from banaserve.kvstore.pool import SlotPool
 from banaserve.migration.guest.throttle import ComputeThrottle
 from banaserve.serving.moves.guest_monitor import GuestMonitor
 from banaserve.serving.moves.guest_pool import GuestPool
 from banaserve.serving.moves.placement import placement_of, predicted_slow_down, share
-from banaserve.serving.moves.process_stats import CoreWaits, ProcessUsage
+from banaserve.serving.moves.process_stats import CoreWaits, ProcessUsage, look
 
 PIECES = st.lists(
     st.tuples(st.floats(0.0, 2.0), st.floats(1e-3, 1.0)), min_size=1, max_size=30
@@ -178,3 +180,18 @@ def test_the_option(monkeypatch: Any) -> None:
     for wrong in ("0", "1.5", "nan", "-1"):
         with pytest.raises(UserError, match=r"--migration-guest-share .*: 0\.05 to 1 of a device"):
             parse_serve_argv([f"--migration-guest-share={wrong}"])
+
+
+def test_memory_of_a_guest_includes_its_kv_but_not_the_pool_of_the_store() -> None:
+    size = 64 << 20
+    before = look(os.getpid(), ProcessUsage())
+    pool = SlotPool(size)
+    with_pool = look(os.getpid(), ProcessUsage())
+    kv = mmap.mmap(-1, size)
+    kv.write(bytes(size))
+    with_kv = look(os.getpid(), ProcessUsage())
+    pool.close()
+    kv.close()
+    assert None not in (before, with_pool, with_kv)
+    assert with_pool.num_bytes - before.num_bytes < size // 2
+    assert with_kv.num_bytes - with_pool.num_bytes > size // 2

@@ -311,7 +311,7 @@ def test_nobody_there_is_one_line() -> None:
             await connect("127.0.0.1", 1, ClusterCredentials.of(KEY))
 
     asyncio.run(run())
-    with pytest.raises(UserError, match="16 characters or more"):
+    with pytest.raises(UserError, match=r"16 characters or more.*give --cluster-key-file"):
         ClusterCredentials.of("short")
 
 

@@ -41,10 +41,11 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 def instance(folder: Path, connect: Callable[[object], object]) -> Any:
     full = SimpleNamespace(num_tokens=64)
     budgets: Any = SimpleNamespace(of_role=lambda _: full)
-    nothing: Any = SimpleNamespace()  # configuration and Prometheus: for the real client only
+    nothing: Any = SimpleNamespace()  # configuration: for the real client only
+    series: Any = SimpleNamespace(engine_ended=lambda _: None)
     settings = EngineSettings(nothing, budgets)
     run = RunDir(folder, folder)
-    parts = (settings, SpawnLauncher([], Devices({})), nothing, run, WallClock())
+    parts = (settings, SpawnLauncher([], Devices({})), series, run, WallClock())
     made: Any = Instance(InstanceId("x0"), Role.DECODE, *parts)
     made._connect = connect
     return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
@@ -37,10 +38,10 @@ class Factory:
     def check_memory(self, _: int) -> None: ...
 
     def make(self, name: InstanceId, role: Role, settings: EngineSettings) -> Instance:
-        nothing: Any = None
+        series: Any = SimpleNamespace(engine_ended=lambda _: None)
         launcher: Any = self._machine
         run = RunDir(Path("/nowhere"), Path("/nowhere"))
-        return UnmodelledInstance(name, role, settings, launcher, nothing, run, self._clock)
+        return UnmodelledInstance(name, role, settings, launcher, series, run, self._clock)
 
     def discard(self, _: InstanceId) -> None: ...
 

@@ -58,12 +58,14 @@ def pieces(lines: Iterable[bytes]) -> Iterator[str]:
     """Yield the text in the events of a streamed answer, reasoning included.
 
     Raises:
-        UserError: The server has sent an error.
+        UserError: The server has sent an error, or the stream ends before its last event.
     """
     for line in lines:
         data = line.strip().removeprefix(b"data:").strip()
-        if not line.startswith(b"data:") or data == b"[DONE]":
+        if not line.startswith(b"data:"):
             continue
+        if data == b"[DONE]":
+            return
         event = json.loads(data)
         if "error" in event:
             raise UserError(f"the answer broke off: {event['error'].get('message', data)}")
@@ -71,6 +73,7 @@ def pieces(lines: Iterable[bytes]) -> Iterator[str]:
             delta = choice.get("delta") or {}
             if text := delta.get("content") or delta.get("reasoning"):
                 yield text
+    raise UserError("the answer broke off: the server has closed the connection")
 
 
 @dataclass(frozen=True, kw_only=True)

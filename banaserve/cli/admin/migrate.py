@@ -10,7 +10,7 @@ from typing import Any
 
 from banaserve.base.arguments import option
 from banaserve.base.errors import UserError
-from banaserve.cli.admin.operations import follow
+from banaserve.cli.admin.operations import begin, follow
 from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.admin.placement import overlap_words, sharing_line
 from banaserve.cli.app import App
@@ -159,10 +159,10 @@ def _migrate(asked: JsonOptions, ask: migration_api.MigrationRequest) -> int:
     return follow(
         asked,
         migrations,
-        migrations.begin(ask),
+        begin(migrations, ask),
         progress=_progress,
         done=_summary,
-        failure=lambda one: f"migration {one.id} {one.state}: {one.error or 'nothing'}",
+        failure=lambda one: f"migration {one.id} {one.state}: {one.error or 'by hand'}",
     )
 
 

@@ -27,7 +27,21 @@ from banaserve.contracts.restart_api import RestartRequest, RollingRestart
 from banaserve.frontdoor.admin_client import OperationClient
 
 _LOOK_S = 0.5
+Ask = TypeVar("Ask")
 State = TypeVar("State", Migration, NodeChange, RoleChange, RollingRestart, Scaling)
+
+
+def begin(operations: OperationClient[Ask, State], ask: Ask) -> State:
+    """Begin an operation; if Ctrl-C comes before the answer, say that it may have begun.
+
+    Raises:
+        UserError: The request is refused, or the server cannot be reached.
+    """
+    try:
+        return operations.begin(ask)
+    except KeyboardInterrupt:
+        print_error("no answer yet: `banaserve status` shows whether the server has begun it")
+        raise
 
 
 def follow(
@@ -69,6 +83,7 @@ def follow(
             state = operations.show(state.id, wait_s=_LOOK_S)
     except KeyboardInterrupt:
         if not aborts:
+            print_error(f"{state.id} continues: `banaserve status` shows how far it is")
             raise
         with contextlib.suppress(UserError):  # it has ended meanwhile, or can no longer be undone
             operations.abort(state.id)
@@ -111,7 +126,7 @@ def role(
     return follow(
         asked,
         roles,
-        roles.begin(RoleRequest(instance, role, timeout_s, max_num_batched_tokens)),
+        begin(roles, RoleRequest(instance, role, timeout_s, max_num_batched_tokens)),
         progress=lambda one: f"{instance}: {one.num_left} requests left" if one.is_open else "",
         done=done,
         failure=lambda one: f"role switch {one.id} {one.state}: {one.reason or 'by hand'}",
@@ -134,7 +149,7 @@ def scale(
     return follow(
         asked,
         scalings,
-        scalings.begin(ScaleRequest(prefill, decode, colocated, instances, timeout_s)),
+        begin(scalings, ScaleRequest(prefill, decode, colocated, instances, timeout_s)),
         progress=lambda one: f"{one.now or one.state}, {one.seconds:.0f} s" if one.is_open else "",
         done=_scaled,
         failure=lambda one: f"scaling {one.id} {one.state}: {one.reason or 'by hand'}",
@@ -225,7 +240,7 @@ def _change(asked: JsonOptions, ask: NodeRequest, waits: bool) -> int:
     return follow(
         asked,
         changes,
-        changes.begin(ask),
+        begin(changes, ask),
         progress=lambda one: f"{one.now or one.state}, {one.seconds:.0f} s" if one.is_open else "",
         done=lambda one: f"node {one.node} {done} after {one.seconds:.1f} s",
         failure=lambda one: one.reason or f"{one.id} was given up",
@@ -287,7 +302,7 @@ def restart(
             "the other"
         )
     else:
-        found = restarts.begin(RestartRequest(_path(model), list(vllm_options), timeout_s))
+        found = begin(restarts, RestartRequest(_path(model), list(vllm_options), timeout_s))
     return follow(
         asked,
         restarts,

@@ -151,7 +151,12 @@ def instance_rows(found: ServerStatus) -> list[tuple[str, ...]]:
 def move_rows(moves: list[MoveLine]) -> list[tuple[str, ...]]:
     """Return a row for each move: moves under way, then the last ended ones."""
     return [
-        (move.id, move.state, f"{move.seconds:.1f} s", f"{move.what} {move.error}".strip())
+        (
+            move.id,
+            move.state,
+            f"{move.seconds:.1f} s",
+            ": ".join(filter(None, (move.what, move.error))),
+        )
         for move in moves
     ]
 

@@ -119,10 +119,10 @@ def _options_from_file(path: Path, parser: ServeParser) -> list[str]:
                 argv.append(option if value else f"--no-{option[2:]}")
         elif isinstance(value, (str, int, float)):
             argv += [option, str(value)]
-        elif isinstance(value, list):
+        elif isinstance(value, list) and not any(isinstance(one, (list, dict)) for one in value):
             argv += [word for item in value for word in (option, str(item))]
         else:
-            raise UserError(f"--config {path}: {key} is neither a value nor a list")
+            raise UserError(f"--config {path}: {key} is neither a value nor a list of values")
     return argv
 
 

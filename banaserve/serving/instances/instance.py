@@ -255,6 +255,7 @@ class Instance:
         if llm is not None:
             compat.mark_dead(llm)
             llm.shutdown(timeout=0)
+        self._series.engine_ended(self.id)
 
     def retire(self, settings: EngineSettings) -> None:
         """Stop serving, so that an engine with ``settings`` can be started in place of this one.

@@ -99,6 +99,11 @@ class EngineSeries:
     def forget(self, instance_id: InstanceId) -> None:
         self._instances.pop(instance_id, None)
 
+    def engine_ended(self, instance_id: InstanceId) -> None:
+        """Set the gauges to those of an idle engine; nothing is done for a forgotten instance."""
+        if instance_id in self._instances:
+            self._instances[instance_id].record(SchedulerStats(), None, None)
+
     def logger_class(
         self, instance_id: InstanceId, on_stats: Callable[[SchedulerStats], None]
     ) -> type[Any]:

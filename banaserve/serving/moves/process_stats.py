@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import psutil
 
+from banaserve.kvstore.pool import POOL_NAME
+
 _PROC = Path("/proc")
 _FIELD = re.compile(r"^(\w+):\s+(\d+) kB$", re.MULTILINE)
 _LEAST_RUN_S = 0.01
@@ -63,7 +65,7 @@ class ProcessUsage(NamedTuple):
 
     Attributes:
         num_bytes: Memory of its own, in bytes: private pages, its part of pages shared with the
-            process that it was forked from, and all shared memory that holds its KV.
+            process that it was forked from, and all shared memory except the store's pool.
         busy_fraction: CPU time as a fraction of wall time since the last look, in [0, 1].
         cpu_s: CPU time since the start of the process, in seconds.
         at_s: Time of this measurement, on the monotonic clock, in seconds.
@@ -80,7 +82,8 @@ def look(pid: int, last: ProcessUsage) -> ProcessUsage | None:
     try:
         used = psutil.Process(pid).cpu_times()
         private_kb = _kilobytes(pid, "smaps_rollup", "Pss_Anon")
-        num_bytes = 1024 * (private_kb + _kilobytes(pid, "status", "RssShmem"))
+        shared_bytes = 1024 * _kilobytes(pid, "status", "RssShmem") - _pool_bytes(pid)
+        num_bytes = 1024 * private_kb + max(0, shared_bytes)
     except (OSError, psutil.Error):
         return None
     now_s, cpu_s = time.monotonic(), used.user + used.system
@@ -101,3 +104,13 @@ def is_stopped(pid: int) -> bool:
 def _kilobytes(pid: int, account: str, name: str) -> int:
     found = dict(_FIELD.findall((_PROC / str(pid) / account).read_text()))
     return int(found.get(name, 0))
+
+
+def _pool_bytes(pid: int) -> int:
+    """Return the size of the store's pool as the process has mapped it.
+
+    A client maps all pages of the pool soon after it attaches (`PoolView.populate_in_background`).
+    """
+    maps = (_PROC / str(pid) / "maps").read_text()
+    ends = (line.split("-", 1) for line in maps.splitlines() if f"/memfd:{POOL_NAME} " in line)
+    return sum(int(end.split(" ", 1)[0], 16) - int(begin, 16) for begin, end in ends)

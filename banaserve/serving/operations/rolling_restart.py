@@ -62,7 +62,7 @@ class RollingRestarts(Operations[RollingRestart]):
         clock: Clock,
         is_scaling: Callable[[], bool] = lambda: False,
     ) -> None:
-        super().__init__("restart", "s", clock, num_kept=50)
+        super().__init__("restart", "e", clock, num_kept=50)
         self.settings = settings
         self._cluster = cluster
         self._coordinator = coordinator

@@ -132,7 +132,7 @@ def _to_roles(
     for leg in _LEGS:
         if numbers[leg] + numbers[Role.COLOCATED] < 1:
             raise UserError(
-                f"{numbers[Role.PREFILL]}:{numbers[Role.DECODE]} leaves nobody to serve "
+                f"{numbers[Role.PREFILL]}:{numbers[Role.DECODE]} leaves no instance to serve "
                 f"{leg.value}: give 1 or more, or --colocated N for instances that do both"
             )
     add, remove = [], []

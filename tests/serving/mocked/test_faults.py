@@ -84,6 +84,7 @@ def test_a_death_under_load_breaks_no_answer(
     until(lambda: server.is_ready(*NAMES), "all instances are back")
     until(lambda: server.metric("banaserve_kvstore_up") == 1, "the store answers")
     assert server.metric("banaserve_requests_in_flight") == 0
+    assert server.metric("vllm:num_requests_running") == 0
     assert writer(server.run_dir, victim) != pid
 
 

@@ -168,8 +168,8 @@ def test_streams_of_one_that_leaves_go_on_elsewhere(
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--pd", "0:1"], "leaves nobody to serve prefill"),
-        (["--pd", "1:0"], "leaves nobody to serve decode"),
+        (["--pd", "0:1"], "leaves no instance to serve prefill"),
+        (["--pd", "1:0"], "leaves no instance to serve decode"),
         (["--pd", "400:400"], "798 more instances need about"),
         (["--pd", "two"], "such as 1:1"),
         (["--pd", "1000:1"], "such as 1:1"),

@@ -1,0 +1,94 @@
+"""Commands that follow an operation: what Ctrl-C leaves, what status says of its end."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import pytest
+
+from banaserve.cli.admin.migrate import _migrate
+from banaserve.cli.admin.operations import begin, follow
+from banaserve.cli.admin.options import JsonOptions
+from banaserve.cli.admin.status import move_rows
+from banaserve.contracts.control_api import MoveLine
+from banaserve.contracts.instances import RoleChange
+from banaserve.contracts.migration_api import Migration, MoveLayers
+from banaserve.contracts.restart_api import RollingRestart
+
+
+class Interrupted:
+    """Operations of a server; Ctrl-C comes at the first call named ``at``."""
+
+    def __init__(self, at: str, ended: Any = None) -> None:
+        self.at, self.ended = at, ended
+
+    def begin(self, _: object) -> Any:
+        return self._answer("begin")
+
+    def show(self, _: str, wait_s: float) -> Any:
+        return self._answer("show")
+
+    def abort(self, _: str) -> None:
+        self.at = ""
+
+    def _answer(self, call: str) -> Any:
+        if call == self.at:
+            raise KeyboardInterrupt
+        return self.ended
+
+
+def never(_: object) -> NoReturn:
+    raise AssertionError("the operation has not ended")
+
+
+def test_an_interrupt_before_the_answer_says_that_the_server_may_have_begun(capsys: Any) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        begin(Interrupted("begin"), None)  # type: ignore[arg-type]
+    assert "whether the server has begun" in capsys.readouterr().err
+
+
+def test_an_interrupt_that_aborts_nothing_says_that_the_operation_continues(capsys: Any) -> None:
+    running = RollingRestart("e1", "running", [])
+    with pytest.raises(KeyboardInterrupt):
+        follow(
+            JsonOptions(),
+            Interrupted("show"),  # type: ignore[arg-type]
+            running,
+            progress=str,
+            done=never,
+            failure=never,
+            aborts=False,
+        )
+    assert "banaserve: e1 continues" in capsys.readouterr().err
+
+
+def test_a_move_that_ctrl_c_aborts_was_aborted_by_hand(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    begun, ended = (
+        Migration("m1", "layers", "p0", "d0", one, []) for one in ("running", "aborted")
+    )
+    migrations = Interrupted("show", ended)
+    monkeypatch.setattr(migrations, "begin", lambda _: begun)
+    monkeypatch.setattr(JsonOptions, "client", lambda _: Client(migrations))
+    assert _migrate(JsonOptions(), MoveLayers("p0", "d0", (0, 1))) == 2
+    assert "migration m1 aborted: by hand" in capsys.readouterr().err
+
+
+class Client:
+    def __init__(self, migrations: Interrupted) -> None:
+        self.migrations = migrations
+
+
+def test_status_keeps_an_error_apart_from_what_failed() -> None:
+    (row,) = move_rows([MoveLine("e1", "1 of 4 engines replaced", "aborted", 1.0, "by hand")])
+    assert row[-1] == "1 of 4 engines replaced: by hand"
+    (row,) = move_rows([MoveLine("m1", "d0 to p0: layers", "done")])
+    assert row[-1] == "d0 to p0: layers"
+
+
+def test_a_switch_that_has_ended_has_no_requests_left() -> None:
+    switch = RoleChange("r1", "p1", "prefill", "decode", "draining", num_left=8)
+    assert str(switch) == "p1 from prefill to decode, 8 left"
+    switch.state = "done"
+    assert str(switch) == "p1 from prefill to decode"
