@@ -10,6 +10,7 @@ from banaserve.cli.admin.migrate import _migrate
 from banaserve.cli.admin.operations import begin, follow
 from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.admin.status import move_rows
+from banaserve.cli.main import main
 from banaserve.contracts.control_api import MoveLine
 from banaserve.contracts.instances import RoleChange
 from banaserve.contracts.migration_api import Migration, MoveLayers
@@ -92,3 +93,20 @@ def test_a_switch_that_has_ended_has_no_requests_left() -> None:
     assert str(switch) == "p1 from prefill to decode, 8 left"
     switch.state = "done"
     assert str(switch) == "p1 from prefill to decode"
+
+
+@pytest.mark.parametrize(
+    ("command", "rule"),
+    [
+        ("drain d0 --timeout -1", "must not be negative"),
+        ("restart --rolling --timeout -1", "must not be negative"),
+        ("role d0 both --timeout 0", "must be more than 0"),
+        ("scale --pd 1:1 --timeout 0", "must be more than 0"),
+        ("nodes remove a:1 --timeout 0", "must be more than 0"),
+    ],
+)
+def test_a_time_limit_that_is_none_is_refused_before_the_server_is_asked(
+    command: str, rule: str, capsys: Any
+) -> None:
+    assert main(command.split()) == 2
+    assert f"--timeout {command.split()[-1]}: {rule}" in capsys.readouterr().err

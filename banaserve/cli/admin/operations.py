@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from banaserve.base.arguments import argument, extra, option
+from banaserve.base.arguments import ABOVE_0, NOT_NEGATIVE, argument, extra, option
 from banaserve.base.config.serve_config import parse_pd
 from banaserve.base.errors import UserError
 from banaserve.base.types import Role
@@ -111,7 +111,9 @@ def role(
     asked: JsonOptions,
     instance: str = argument("such as p1; it keeps its name"),
     role: str = argument("prefill, decode or both", metavar="ROLE"),
-    timeout_s: float = option("time after which it keeps its role if it is not drained", 300.0),
+    timeout_s: float = option(
+        "time after which it keeps its role if it is not drained", 300.0, rule=ABOVE_0
+    ),
     max_num_batched_tokens: int = option(
         "most tokens of its steps from then on; 0: those of its role", 0
     ),
@@ -140,7 +142,9 @@ def scale(
     ),
     colocated: int | None = option("instances that do both", None, int),
     instances: int | None = option("all instances, where roles follow the load", None, int),
-    timeout_s: float = option("time to wait for the last request of one that leaves", 300.0),
+    timeout_s: float = option(
+        "time to wait for the last request of one that leaves", 300.0, rule=ABOVE_0
+    ),
     waits: bool = option(_WAIT, True, name="--wait"),
 ) -> int:
     """Add instances, then drain and remove surplus ones; no request is lost."""
@@ -169,7 +173,7 @@ def drain(
     asked: JsonOptions,
     instance: str = argument("such as d0"),
     undo: bool = option("let it serve again", False),
-    timeout_s: float = option("time to wait for its last request", 60.0),
+    timeout_s: float = option("time to wait for its last request", 60.0, rule=NOT_NEGATIVE),
 ) -> int:
     """Move the streams of an instance to others at once, and send it no requests until --undo."""
     client, began_s = asked.client(), time.monotonic()
@@ -228,7 +232,9 @@ def remove(
         action="store_false",
         also=(extra("--keep", "the opposite, and the default", True, action="store_true"),),
     ),
-    timeout_s: float = option("time to wait for the last request of an instance", 300.0),
+    timeout_s: float = option(
+        "time to wait for the last request of an instance", 300.0, rule=ABOVE_0
+    ),
 ) -> int:
     """Drain a node and give it back; no request is lost."""
     return _change(asked, NodeRequest("remove", address, timeout_s, keep), waits)
@@ -286,6 +292,7 @@ def restart(
         "time for which an engine is kept for streams that no other one can take; 0 is serve's "
         "--request-timeout",
         0.0,
+        rule=NOT_NEGATIVE,
     ),
     abort: bool = option("give up the one under way; what it changed goes back", False),
 ) -> int:
