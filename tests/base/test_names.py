@@ -10,7 +10,7 @@ from banaserve.base.text.names import check_known
 
 @pytest.mark.parametrize(
     ("given", "hint"),
-    [("d1", "; did you mean d0?"), ("zz", ""), ("prefil", "; did you mean prefill?"), ("x", "")],
+    [("d1", "; did you mean d0?"), ("pre", "; did you mean prefill?"), ("zz", ""), ("x", "")],
 )
 def test_only_a_name_that_is_near_is_suggested(given: str, hint: str) -> None:
     with pytest.raises(UserError) as refused:

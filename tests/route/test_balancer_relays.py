@@ -97,7 +97,11 @@ async def test_limits_of_a_tenant_hold_over_all_and_a_change_reaches_all(house):
 
 
 @pytest.mark.parametrize(
-    ("number", "how"), [(signal.SIGKILL, "signal 9"), (signal.SIGSTOP, "it hung")]
+    ("number", "how"),
+    [
+        (signal.SIGKILL, "signal 9"),
+        pytest.param(signal.SIGSTOP, "it hung", marks=pytest.mark.room),
+    ],
 )
 async def test_a_dead_or_hung_relay_takes_only_its_own_streams_along(house, number, how):
     held = Held(is_stream=True)

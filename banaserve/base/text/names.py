@@ -30,6 +30,7 @@ def check_known(
     listed = f"unknown {what}: {given} (known: {', '.join(known) or 'none'})"
     if given in refused:
         raise UserError(f"{listed}; {refused[given]}")
-    nearest = get_close_matches(given, known, n=1, cutoff=0.5)
+    begun = [one for one in known if given and one.startswith(given)]
+    nearest = begun or get_close_matches(given, known, n=1, cutoff=0.5)
     hint = f"; did you mean {nearest[0]}?" if nearest else ""
     raise UserError(f"{listed}{hint}")
