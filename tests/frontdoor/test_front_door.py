@@ -82,6 +82,13 @@ async def test_a_wrong_key_is_refused_and_the_probes_are_open() -> None:
             assert (await door.get(path)).status_code == 200
 
 
+@pytest.mark.parametrize("field", [None, "", "Bearer", "Bearer ", "Basic k1"])
+async def test_an_empty_key_opens_nothing(field: str | None) -> None:
+    headers = {} if field is None else {"Authorization": field}
+    async with client(KeyMiddleware(echo, keys("", "k1"))) as door:
+        assert (await door.post("/v1/x", headers=headers)).status_code == 401
+
+
 @pytest.mark.parametrize("known", [[], ["k1"]])
 async def test_a_key_for_metrics_closes_them_but_for_clients(known: list[str]) -> None:
     async with client(KeyMiddleware(echo, keys(*known), "m1")) as door:

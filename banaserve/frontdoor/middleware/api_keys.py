@@ -76,7 +76,7 @@ class KeyMiddleware:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        holder = self._known(digest_of(given_key(headers)))
+        holder = self._known(_given(headers))
         named = headers.get(TENANT_FIELD, "")
         if holder is None:
             refusal = refuse(
@@ -108,7 +108,7 @@ class KeyMiddleware:
     async def _answer_metrics(
         self, digest: bytes, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        given = digest_of(given_key(Headers(scope=scope)))
+        given = _given(Headers(scope=scope))
         if secrets.compare_digest(given, digest) or self._known(given) is not None:
             await self._app(scope, receive, send)
             return
@@ -153,6 +153,12 @@ def given_key(headers: Headers) -> str:
     """Return the key that a request shows in its ``Authorization`` field; empty without one."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key if scheme.lower() == "bearer" else ""
+
+
+def _given(headers: Headers) -> bytes:
+    """Return the digest of the key that a request shows; empty, as no key's is, without one."""
+    key = given_key(headers)
+    return digest_of(key) if key else b""
 
 
 def digest_of(secret: str) -> bytes:
