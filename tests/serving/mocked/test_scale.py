@@ -175,7 +175,7 @@ def test_streams_of_one_that_leaves_go_on_elsewhere(
         (["--pd", "1000:1"], "such as 1:1"),
         (["--colocated", "-1"], "give 0 to 999"),
         (["--instances", "3"], "the roles are fixed on this server"),
-        (["--pd", "2:2", "--timeout", "0"], "give more than 0 seconds"),
+        (["--pd", "2:2", "--timeout", "0"], "--timeout 0: must be more than 0"),
         ([], "say how many instances"),
     ],
 )
