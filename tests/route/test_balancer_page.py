@@ -109,7 +109,7 @@ async def test_a_browser_shows_the_replicas(house):
         with browser() as chrome, chrome.page(f"http://127.0.0.1:{house.port}/ui/") as page:
             page.fill("#key", "wrong")
             page.click("text=Open")
-            page.wait_for_function("document.querySelector('#login-error').textContent")
+            page.wait_for_function("() => document.querySelector('#login-error').textContent")
             page.fill("#key", "of-the-admin")
             page.click("text=Open")
             page.wait_for_selector("#replicas td >> text=ready")
