@@ -107,8 +107,8 @@ class Case:
     """What is refused and how.
 
     Attributes:
-        says: In the message.
-        config, limits: Of the door, where others than usual.
+        says: Words of the message.
+        config, limits: Settings of the front door that differ from the usual ones.
         patches: Constants of ``frontdoor.app``.
         is_closed: Whether the connection ends behind the answer.
     """
