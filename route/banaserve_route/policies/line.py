@@ -26,16 +26,16 @@ class Line:
 
     def learn(self, x: float, y: float) -> None:
         """Add one sample."""
-        self._count = _MEMORY * self._count + 1
-        self._x = _MEMORY * self._x + x
-        self._y = _MEMORY * self._y + y
-        self._xx = _MEMORY * self._xx + x * x
-        self._xy = _MEMORY * self._xy + x * y
-        mean_x, mean_y = self._x / self._count, self._y / self._count
-        spread = self._xx - self._x * mean_x + self._prior
-        shared = self._xy - self._x * mean_y + self._prior * self._assumed
-        self.slope = max(0.0, shared / spread)
-        self.base = mean_y - self.slope * mean_x
-        if self.base < 0:
-            assumed = self._prior * self._assumed
-            self.base, self.slope = 0.0, (self._xy + assumed) / (self._xx + self._prior)
+        self._count = count = _MEMORY * self._count + 1
+        self._x = sum_x = _MEMORY * self._x + x
+        self._y = sum_y = _MEMORY * self._y + y
+        self._xx = xx = _MEMORY * self._xx + x * x
+        self._xy = xy = _MEMORY * self._xy + x * y
+        mean_x, mean_y, prior = sum_x / count, sum_y / count, self._prior
+        assumed = prior * self._assumed
+        slope = (xy - sum_x * mean_y + assumed) / (xx - sum_x * mean_x + prior)
+        slope = slope if slope > 0 else 0.0
+        base = mean_y - slope * mean_x
+        if base < 0:
+            base, slope = 0.0, (xy + assumed) / (xx + prior)
+        self.base, self.slope = base, slope

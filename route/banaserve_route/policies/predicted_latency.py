@@ -20,7 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
+
+import msgspec
 
 from banaserve_route.policies.interface import (
     FleetView,
@@ -84,7 +86,7 @@ class PredictedLatencyOptions(TreeOptions):
         check_range(self, {"prefill_ms_per_token": (1e-6, 1e6), "others": (0, 100)})
 
 
-class _Hit(NamedTuple):
+class _Hit(msgspec.Struct):
     """What was known of a request's prefix: tokens at its target, most tokens at any replica.
 
     ``sent`` counts the tokens that had been sent to the target, kept or not.
@@ -167,7 +169,7 @@ class PredictedLatency(TreePolicy):
     def pick(
         self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
     ) -> RoutingDecision:
-        hits, longest, tokens = self._hits, self._longest, request.num_tokens
+        longest, tokens = self._longest, request.num_tokens
         self._hit_fraction += _LEARNING * (longest / tokens - self._hit_fraction)
         future = min(_FUTURE, 1 / max(1e-3, 1 - self._hit_fraction))
         prefill, others = self.first_token_ms.slope, self.options.others
@@ -175,22 +177,24 @@ class PredictedLatency(TreePolicy):
         # Requests that come to a replica while it computes a token.
         arrivals = sum([view.outstanding for view in candidates]) / len(candidates)
         arrivals *= prefill / self._answer_ms if self._answer_ms else 0.0
-        fetch, paces = self.fetch_fraction, self._paces
+        fetch, places = self.fetch_fraction, self._places
         self._full.clear()
-        pace_of, hit_of = paces.get, hits.get
+        pace_of, hit_of = self._paces.get, self._hits.get
         # What this request would miss at a replica that has nothing of its prompt.
         least_missed = tokens - longest * (1 - fetch)
-        costs = {}
+        costs: dict[ReplicaId, float] = {}
         for view in candidates:
-            name, count, ahead = view.id, float(view.outstanding), float(view.uncached_tokens)
-            if view.__class__ is PeerView:
+            name = view.id
+            count: float = view.outstanding
+            ahead: float = view.uncached_tokens
+            if type(view) is PeerView:
                 count, ahead = self._of_a_replica(view)
-            elif view.running > self._places:
-                self._places = view.running
+            elif view.running > places:
+                self._places = places = view.running
             running, waiting_ms = count, 0.0
-            if view.pending and count > self._places:
+            if view.pending and count > places:
                 self._full.add(name)
-                running = self._places
+                running = places
                 waiting = count - running
                 delayed = waiting + others * min(count, _DELAYED * waiting)
                 waiting_ms = self._answer_ms / running * delayed
@@ -203,8 +207,8 @@ class PredictedLatency(TreePolicy):
                 + waiting_ms
             )
         target = candidates[self.least(list(costs.values()), _EQUAL_MS)]
-        is_far = isinstance(target, PeerView)
-        missed = tokens - longest + fetch * (longest - hits.get(target.id, 0))
+        is_far = type(target) is PeerView
+        missed = tokens - longest + fetch * (longest - hit_of(target.id, 0))
         return RoutingDecision(
             target.id,
             RoutingReason.FORWARDED if is_far else RoutingReason.LOWEST_COST,
@@ -227,7 +231,7 @@ class PredictedLatency(TreePolicy):
         self._sent[id(flight)] = _Hit(sent, here, self._longest, target in self._full)
         missed = flight.request.num_tokens - flight.decision.hit_tokens
         self._mean_missed = _mean(self._mean_missed, missed)
-        super().on_sent(flight)
+        self.tree.add(flight.request.prompt, target)
 
     def on_finished(self, flight: Flight) -> None:
         hit = self._sent.pop(id(flight))
@@ -237,7 +241,7 @@ class PredictedLatency(TreePolicy):
             self._learn_output(flight)
             if not hit.is_full:
                 self._learn_first_token(flight, hit)
-        super().on_finished(flight)
+        self.correct(flight)
 
     def on_failed(self, flight: Flight) -> None:
         del self._sent[id(flight)]
