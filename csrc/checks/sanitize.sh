@@ -23,4 +23,4 @@ export ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktra
 export PYTHONPATH="$PWD/$build/tree" PYTHONSAFEPATH=1 PYTHONMALLOC=malloc
 .venv/bin/python csrc/checks/fuzz.py "${1:-300}"
 .venv/bin/python -m pytest -q -p no:cacheprovider -p no:xdist tests/kvstore/test_kvstore_native.py \
-    tests/route/test_prefix_tree.py
+    tests/route/test_prefix_tree.py tests/route/test_predicted_latency.py
