@@ -1,4 +1,4 @@
-"""Piecewise linear interpolation over measured points."""
+"""Piecewise linear interpolation over measured points, and values of buckets."""
 
 from __future__ import annotations
 
@@ -43,3 +43,26 @@ class Grid:
         lower_value = lower(*rest) if isinstance(lower, Grid) else lower
         weight = (at - points[above - 1]) / (points[above] - points[above - 1])
         return lower_value + weight * (upper_value - lower_value)
+
+
+class Buckets:
+    """Values by the upper bound of a bucket in each coordinate; 0 in a bucket without a value.
+
+    The last bucket of a coordinate has all that is above it, too.
+
+    Args:
+        rows: Upper bounds of each bucket, then the bucket's value.
+    """
+
+    __slots__ = ("_bounds", "_values")
+
+    def __init__(self, rows: Iterable[tuple[float, ...]]) -> None:
+        self._values = {tuple(bounds): value for *bounds, value in rows}
+        self._bounds = [sorted(set(column)) for column in zip(*self._values, strict=True)]
+
+    def __call__(self, *at: float) -> float:
+        found = [
+            bounds[min(bisect_left(bounds, one), len(bounds) - 1)]
+            for bounds, one in zip(self._bounds, at, strict=True)
+        ]
+        return self._values.get(tuple(found), 0.0)
