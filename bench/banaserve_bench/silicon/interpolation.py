@@ -48,8 +48,6 @@ class Grid:
 class Buckets:
     """Values by the upper bound of a bucket in each coordinate; 0 in a bucket without a value.
 
-    The last bucket of a coordinate has all that is above it, too.
-
     Args:
         rows: Upper bounds of each bucket, then the bucket's value.
     """
@@ -57,12 +55,14 @@ class Buckets:
     __slots__ = ("_bounds", "_values")
 
     def __init__(self, rows: Iterable[tuple[float, ...]]) -> None:
-        self._values = {tuple(bounds): value for *bounds, value in rows}
-        self._bounds = [sorted(set(column)) for column in zip(*self._values, strict=True)]
+        found = {tuple(bounds): value for *bounds, value in rows}
+        # Without the last bound, all that is above it is in the last bucket, too.
+        self._bounds = [sorted(set(column))[:-1] for column in zip(*found, strict=True)]
+        self._values = {self._place(bounds): value for bounds, value in found.items()}
 
     def __call__(self, *at: float) -> float:
-        found = [
-            bounds[min(bisect_left(bounds, one), len(bounds) - 1)]
-            for bounds, one in zip(self._bounds, at, strict=True)
-        ]
-        return self._values.get(tuple(found), 0.0)
+        return self._values.get(self._place(at), 0.0)
+
+    def _place(self, at: tuple[float, ...]) -> tuple[int, ...]:
+        bounds = zip(self._bounds, at, strict=True)
+        return tuple([bisect_left(known, one) for known, one in bounds])
