@@ -1,3 +1,4 @@
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,3 +65,51 @@ class PrefixTree:
     def num_bytes(self) -> int: ...
     @property
     def num_nodes(self) -> int: ...
+
+class Line:
+    """Online least squares y = base + slope x; neither is ever negative.
+
+    Starts from ``slope``, with the weight of one sample at ``unit`` from the mean of x. The weight
+    of a sample falls with each later one.
+
+    Attributes:
+        base: Time in ms at x = 0.
+        slope: Time in ms for each unit of x.
+    """
+
+    def __init__(self, slope: float, unit: float) -> None: ...
+    def __call__(self, x: float) -> float:
+        """Return the predicted y."""
+
+    def learn(self, x: float, y: float) -> None:
+        """Add one sample."""
+
+    @property
+    def base(self) -> float: ...
+    @property
+    def slope(self) -> float: ...
+
+def request_costs(
+    views: Sequence[Any],
+    hits: Mapping[Any, int],
+    paces: Mapping[Any, float],
+    peers: Mapping[Any, tuple[float, float]],
+    least_missed: float,
+    fetch: float,
+    future: float,
+    crowd: float,
+    prefill: float,
+    others: float,
+    places: float,
+    answer_ms: float,
+) -> tuple[dict[Any, float], list[Any], float, list[Any]]:
+    """Return costs, the cheapest views, the new ``places`` and the ids of full replicas.
+
+    The terms are those of ``banaserve_route.policies.predicted_latency``.
+
+    Args:
+        peers: Requests and tokens ahead at a mean replica of each peer.
+
+    Raises:
+        ValueError: There is no view.
+    """

@@ -42,6 +42,7 @@ from banaserve.sim.request import SimRequest
 from banaserve.sim.system import preset
 from banaserve_bench.plan.probe.model_shape import read_experts, read_shape
 from banaserve_bench.silicon.aiconfigurator import AiconfiguratorTimes
+from banaserve_bench.silicon.attention import Contexts
 from banaserve_bench.silicon.costs import EngineConstants
 from banaserve_bench.silicon.install import install
 from banaserve_bench.silicon.linear import linear_fit
@@ -113,7 +114,9 @@ class LinearTimes:
     def __init__(self, profile: Profile) -> None:
         self._costs = StepCosts(profile)
 
-    def step_s(self, tokens: int, pairs: int, batch: int, context: int) -> float:
+    def step_s(
+        self, tokens: int, pairs: int, batch: int, context: int, contexts: Contexts | None = None
+    ) -> float:
         """Return the time of one step; see ``GpuStepTimes``."""
         return self._costs.mixed_s(tokens, pairs, batch, context)[0]
 
@@ -125,10 +128,12 @@ class RecordedTimes:
         self._times = times
         self.steps: dict[tuple[int, int, int, int], float] = {}
 
-    def step_s(self, tokens: int, pairs: int, batch: int, context: int) -> float:
+    def step_s(
+        self, tokens: int, pairs: int, batch: int, context: int, contexts: Contexts | None = None
+    ) -> float:
         """Return the time of one step; see ``GpuStepTimes``."""
         step = (tokens, pairs, batch, context)
-        self.steps[step] = found = self._times.step_s(*step)
+        self.steps[step] = found = self._times.step_s(*step, contexts)
         return found
 
 

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "block_copy.h"
+#include "latency_bindings.h"
 #include "prefix_tree_bindings.h"
 #include "xxh3.h"
 
@@ -178,4 +179,5 @@ Raises:
     ValueError: Names the argument at fault; nothing has been copied.
     RuntimeError: The xxhash package's library cannot be used.)");
   bind_prefix_tree(module);
+  bind_latency(module);
 }

@@ -54,11 +54,11 @@ std::uint64_t PrefixTree::first_unit(std::string_view text) const {
 std::size_t PrefixTree::common(std::string_view one, std::string_view other) const {
   const std::size_t length = std::min(one.size(), other.size());
   // memcmp in strides is several times as fast as comparing byte by byte.
-  constexpr std::size_t kStride = 256;
   std::size_t same = 0;
-  while (same + kStride <= length &&
-         std::memcmp(one.data() + same, other.data() + same, kStride) == 0)
-    same += kStride;
+  for (const std::size_t stride : {std::size_t{4096}, std::size_t{256}, std::size_t{16}})
+    while (same + stride <= length &&
+           std::memcmp(one.data() + same, other.data() + same, stride) == 0)
+      same += stride;
   while (same < length && one[same] == other[same]) ++same;
   return same - same % unit_bytes_;
 }
@@ -107,9 +107,11 @@ std::optional<PrefixTree::Target> PrefixTree::add(std::string_view prompt,
   if (rest.empty()) return std::nullopt;
   const Target target = intern(target_name);
   split_.clear();
+  if (prompt.data() != matched_.data() || prompt.size() != matched_.size()) walk(prompt);
+  matched_ = {};
   Node* node = &root_;
-  while (!rest.empty()) {
-    Node* child = child_of(*node, rest);
+  for (std::size_t place = 0; !rest.empty(); ++place) {
+    Node* child = place < way_.size() ? way_[place].node : nullptr;
     std::size_t same = rest.size();
     if (child == nullptr) {
       auto made = std::make_unique<Node>();
@@ -120,7 +122,7 @@ std::optional<PrefixTree::Target> PrefixTree::add(std::string_view prompt,
       num_bytes_ += rest.size();
       ++num_nodes_;
     } else {
-      same = common(child->label, rest);
+      same = std::min(way_[place].same, rest.size());
       if (same < child->label.size()) child = split(child, same);
     }
     hold(child, target);
@@ -134,26 +136,33 @@ std::optional<PrefixTree::Target> PrefixTree::add(std::string_view prompt,
   return target;
 }
 
-std::vector<PrefixTree::Match> PrefixTree::match(std::string_view prompt) const {
-  std::vector<std::pair<const Node*, std::size_t>> path;
+// Finds the way of `prompt`, as far as its bytes are in the tree.
+void PrefixTree::walk(std::string_view prompt) {
+  way_.clear();
   const Node* node = &root_;
-  std::size_t at = 0;
-  while (const Node* const child = child_of(*node, prompt.substr(at))) {
-    const std::size_t same = common(child->label, prompt.substr(at));
-    at += same;
-    path.emplace_back(child, at / unit_bytes_);
+  while (Node* const child = child_of(*node, prompt)) {
+    const std::size_t same = common(child->label, prompt);
+    way_.push_back({child, same});
     if (same < child->label.size()) break;
+    prompt.remove_prefix(same);
     node = child;
   }
+}
+
+std::vector<PrefixTree::Match> PrefixTree::match(std::string_view prompt) {
+  walk(prompt);
+  matched_ = prompt;
   std::vector<Match> matches;
-  if (path.empty()) return matches;
-  // The targets of a node are among its parent's: each leaves the path at one place.
-  matches.reserve(path.front().first->held.size());
-  for (std::size_t place = 0; place < path.size(); ++place) {
-    const Node* const below = place + 1 < path.size() ? path[place + 1].first : nullptr;
-    for (const Held& held : path[place].first->held)
+  if (way_.empty()) return matches;
+  // The targets of a node are among its parent's: each leaves the way at one place.
+  matches.reserve(way_.front().node->held.size());
+  std::size_t num_bytes = 0;
+  for (std::size_t place = 0; place < way_.size(); ++place) {
+    const Node* const below = place + 1 < way_.size() ? way_[place + 1].node : nullptr;
+    num_bytes += way_[place].same;
+    for (const Held& held : way_[place].node->held)
       if (below == nullptr || below->find(held.target) == nullptr)
-        matches.push_back({held.target, path[place].second});
+        matches.push_back({held.target, num_bytes / unit_bytes_});
   }
   return matches;
 }
@@ -163,6 +172,7 @@ void PrefixTree::trim(std::string_view prompt, std::string_view target_name,
   const Target* const found = known(target_name);
   if (found == nullptr) return;
   const Target target = *found;
+  matched_ = {};
   // No prompt is as long as a product that does not fit.
   const std::size_t keep = num_units > prompt.size() ? prompt.size() : num_units * unit_bytes_;
   split_.clear();
@@ -190,6 +200,7 @@ void PrefixTree::forget(std::string_view target_name) {
   const Target* const found = known(target_name);
   if (found == nullptr) return;
   const Target target = *found;
+  matched_ = {};
   while (!leaves_[target].empty()) take_leaf(leaves_[target].begin()->second, target);
   release_name(target);
 }
@@ -251,16 +262,21 @@ void PrefixTree::hold(Node* node, Target target) {
     if (is_fifo_) return;
     if (at->num_children == 0) leaves_[target].erase({at->stamp, node});
     at->stamp = num_adds_;
-    if (at->num_children == 0) leaves_[target].insert({at->stamp, node});
+    if (at->num_children == 0) add_leaf(node, target);
     return;
   }
   node->held.insert(at, {target, 0, num_adds_});
   target_bytes_[target] += node->label.size() + kEntryBytes;
   num_bytes_ += kEntryBytes;
-  leaves_[target].insert({num_adds_, node});
+  add_leaf(node, target);
   if (node->parent == &root_) return;
   Held* const above = node->parent->find(target);
   if (above->num_children++ == 0) leaves_[target].erase({above->stamp, node->parent});
+}
+
+// Nothing has a later stamp than this insertion, so no place has to be searched for.
+void PrefixTree::add_leaf(Node* node, Target target) {
+  leaves_[target].insert(leaves_[target].end(), {num_adds_, node});
 }
 
 // Takes `target` from `node`, below which nobody has it; a node of nobody goes.

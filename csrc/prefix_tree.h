@@ -49,7 +49,9 @@ class PrefixTree {
   // Returns the target's number, which stays its own as long as the tree has anything of it; no
   // number where the prompt is too short to keep.
   std::optional<Target> add(std::string_view prompt, std::string_view target);
-  std::vector<Match> match(std::string_view prompt) const;
+  // The bytes of `prompt` have to stay as they are until the next match: an add of the same bytes
+  // that comes next does not compare them again.
+  std::vector<Match> match(std::string_view prompt);
   void trim(std::string_view prompt, std::string_view target, std::size_t num_units);
   void forget(std::string_view target);
   std::vector<Entry> dump() const;
@@ -80,14 +82,22 @@ class PrefixTree {
     const Held* find(Target target) const;
   };
 
+  // A node on the way of a prompt, and how many bytes of its label are the prompt's.
+  struct Step {
+    Node* node;
+    std::size_t same;
+  };
+
   std::uint64_t first_unit(std::string_view text) const;
   std::size_t common(std::string_view one, std::string_view other) const;
   Node* child_of(const Node& node, std::string_view rest) const;
   Target intern(std::string_view target);
   const Target* known(std::string_view target) const;
 
+  void walk(std::string_view prompt);
   Node* split(Node* node, std::size_t at);
   void hold(Node* node, Target target);
+  void add_leaf(Node* node, Target target);
   void take(Node* node, Target target);
   void take_leaf(Node* node, Target target);
   void shrink(Target target);
@@ -109,6 +119,8 @@ class PrefixTree {
   std::vector<std::size_t> target_bytes_;
   std::vector<Leaves> leaves_;
   std::vector<Target> split_;  // targets that the last split charged
+  std::string_view matched_;   // by the last match; empty if the tree has changed since
+  std::vector<Step> way_;      // of that prompt
 };
 
 }  // namespace banaserve

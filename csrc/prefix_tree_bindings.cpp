@@ -40,10 +40,15 @@ class NamedTree {
     names_[*number] = target;
   }
 
-  nb::dict match(const nb::bytes& prompt) const {
+  nb::dict match(const nb::bytes& prompt) {
+    matched_ = prompt;
     nb::dict matched;
-    for (const auto& [target, num_units] : tree_.match(view(prompt)))
-      matched[names_[target]] = num_units;
+    std::size_t last = 0;
+    nb::object units;  // of all targets that have as many
+    for (const auto& [target, num_units] : tree_.match(view(prompt))) {
+      if (num_units != last) units = nb::int_(last = num_units);
+      matched[names_[target]] = units;
+    }
     return matched;
   }
 
@@ -70,6 +75,7 @@ class NamedTree {
  private:
   PrefixTree tree_;
   std::vector<nb::object> names_;  // by number; of a number that is free: whoever had it last
+  nb::object matched_;             // the prompt of the last match, whose bytes the tree looks at
 };
 
 void make(NamedTree* self, std::size_t unit_bytes, std::size_t max_target_bytes,

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from itertools import cycle
+from itertools import count, cycle
 from time import monotonic
+from types import SimpleNamespace
 
 import msgspec
+import pytest
 
+from banaserve_route.balancer import server
 from banaserve_route.balancer.config import (
     BalancerSettings,
     HealthSettings,
@@ -16,7 +20,7 @@ from banaserve_route.balancer.config import (
     PeerSettings,
     ReplicaSettings,
 )
-from banaserve_route.balancer.relays import processes
+from banaserve_route.balancer.relays import processes, supervisor
 from banaserve_route.balancer.relays.link import RelayLink
 from banaserve_route.balancer.relays.messages import TO_BALANCER, RelayAlive
 from banaserve_route.balancer.targets import peers
@@ -81,3 +85,41 @@ async def test_no_relay_is_taken_for_hung_since_its_observer_has_stood_still(mon
         lasts(2 * processes.MAX_SILENT_BEATS * processes.BEAT_S)
     assert not watch.done()
     assert await watch
+
+
+@pytest.mark.parametrize(
+    ("num_silent", "hangs"), [(processes.START_BEATS - 1, False), (processes.START_BEATS, True)]
+)
+def test_the_process_that_decides_has_a_minute_to_begin(monkeypatch, num_silent, hangs):
+    heard, beats = os.pipe()
+    waits = count()
+
+    def select(reading, *_):
+        number = next(waits) - num_silent
+        if number == 0:
+            os.write(beats, b".")
+        elif number == 1:
+            os.close(beats)
+        return (reading if number >= 0 else [], [], [])
+
+    monkeypatch.setattr(supervisor.select, "select", select)
+    assert supervisor._hangs(heard) is hangs
+    os.close(heard)
+
+
+async def test_who_waits_for_replicas_shows_that_it_runs():
+    heard, beats = os.pipe()
+    signals, to_signals = os.pipe()
+    discovery = SimpleNamespace(look=lambda: asyncio.sleep(0), settings=BalancerSettings())
+    waiting = SimpleNamespace(start=asyncio.Event().wait)
+    supervision = supervisor.Supervision(signals, -1, beats)
+    serving = server.serve(lambda _: waiting, discovery, [], lambda: None, None, supervision)
+    task = asyncio.create_task(serving)
+    has_beat = asyncio.Event()
+    asyncio.get_running_loop().add_reader(heard, has_beat.set)
+    await until(has_beat.is_set)
+    task.cancel()
+    for each in (heard, signals):
+        asyncio.get_running_loop().remove_reader(each)
+    for each in (heard, beats, signals, to_signals):
+        os.close(each)

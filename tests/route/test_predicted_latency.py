@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from banaserve._native import request_costs
 from banaserve.base.types import RequestId
 from banaserve_route.policies.fleet import Fleet, Report
 from banaserve_route.policies.interface import Flight, ReplicaId, Request, RoutingReason
@@ -48,6 +49,11 @@ def test_a_line_forgets_and_is_never_negative() -> None:
         line.learn(x, 50 - 0.1 * x)
     assert line.slope == 0
     assert 40 < line.base < 50
+
+
+def test_there_are_no_costs_without_a_replica() -> None:
+    with pytest.raises(ValueError, match="views is empty"):
+        request_costs([], {}, {}, {}, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 16.0, 0.0)
 
 
 def test_a_prompt_goes_back_to_its_prefix_until_waiting_there_costs_more() -> None:

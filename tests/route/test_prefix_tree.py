@@ -49,6 +49,7 @@ class Trees(RuleBasedStateMachine):
         self.unit_bytes = unit_bytes
         self.is_roomy = min(max_target_bytes, max_bytes) == ROOMY
         self.recorded: dict[ReplicaId, list[bytes]] = {target: [] for target in TARGETS}
+        self.matched = b""
 
     @rule(prompt=prompts, holder=st.sampled_from(TARGETS))
     def add(self, prompt, holder):
@@ -56,8 +57,13 @@ class Trees(RuleBasedStateMachine):
         self.native.add(prompt, holder)
         self.recorded[holder].append(prompt)
 
+    @rule(holder=st.sampled_from(TARGETS))
+    def add_what_was_matched(self, holder):
+        self.add(self.matched, holder)
+
     @rule(prompt=prompts)
     def match(self, prompt):
+        self.matched = prompt
         matched = self.reference.match(prompt)
         assert self.native.match(prompt) == matched
         for target in TARGETS:

@@ -6,14 +6,20 @@ from types import SimpleNamespace
 
 import pytest
 
+from banaserve_route.balancer.config import BalancerSettings
 from banaserve_route.balancer.http.request import ClientRequest
 from banaserve_route.balancer.http.response import parse_response_head
+from banaserve_route.balancer.relays.link import RemoteClient
 from banaserve_route.balancer.relays.messages import (
+    TO_RELAY,
     AnswerBegan,
     DropAttempt,
+    EndRequest,
+    RelaySettings,
     SendRequest,
     WriteAnswer,
 )
+from banaserve_route.balancer.relays.relay import RelayProcess
 from banaserve_route.balancer.relays.relayed_request import RelayedRequest
 
 
@@ -73,3 +79,22 @@ def test_the_other_answer_passes_at_once_after_the_balancer_has_dropped_the_erro
     wires.answers(2, 200)
     assert wires.told[-2].is_relayed
     assert wires.written.startswith(b"HTTP/1.1 200")
+
+
+async def test_a_connection_is_broken_for_the_request_under_way_alone():
+    """At a time limit the balancer breaks the connection: a whole answer may cross with that."""
+    relay, wires = RelayProcess(print), Wires()
+    relay.connection_made(SimpleNamespace(is_closing=lambda: False, write=wires.ignore))
+    link = SimpleNamespace(send=lambda told: relay.data_received(TO_RELAY.encode(told)))
+    link.send(RelaySettings(BalancerSettings()))
+    wires.peer = ("client", 1)
+    relay.opened(wires)
+    at_balancer = RemoteClient(link, 1, wires.peer)
+    for number, ends in ((1, True), (2, False)):
+        assert relay.take(wires, ClientRequest()).number == number
+        if ends:
+            link.send(EndRequest(number, closes=False))
+    for number, is_broken in ((1, False), (2, True)):
+        at_balancer.request = number
+        at_balancer.abort()
+        assert wires.is_evicted is is_broken

@@ -60,10 +60,14 @@ async def serve(
             loop.add_signal_handler(each, signals.put_nowait, int(each))
     await discovery.look()
     balancer = make(discovery.settings)
+    # Before replicas are probed, which may take long, and after all that blocks the event loop.
+    beating = [] if supervision is None else [loop.create_task(supervision.beat())]
     await balancer.start()
-    tasks = [loop.create_task(tick(balancer)), loop.create_task(discovery.follow(balancer))]
-    if supervision is not None:
-        tasks.append(loop.create_task(supervision.beat()))
+    tasks = [
+        *beating,
+        loop.create_task(tick(balancer)),
+        loop.create_task(discovery.follow(balancer)),
+    ]
     if config is not None:
         tasks.append(loop.create_task(follow(config, balancer, discovery)))
     async with accepting(balancer, listening, supervision) as server:

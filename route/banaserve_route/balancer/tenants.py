@@ -62,8 +62,10 @@ class TenantQuotas:
 
     def of(self, message: ClientRequest) -> TenantUse | None:
         """Return the tenant whose key ``message`` shows; None if the key is unknown."""
+        if not self._by_digest:
+            return None
         key = message.seen.get(b"authorization", b"").partition(b" ")[2].strip()
-        return self._by_digest.get(_digest(key)) if key and self._by_digest else None
+        return self._by_digest.get(_digest(key)) if key else None
 
     def excess(self, message: ClientRequest) -> OverLimit | None:
         """Return the limit that ``message`` would exceed, if any."""

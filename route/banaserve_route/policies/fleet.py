@@ -7,10 +7,12 @@ simulator drives the same code in virtual time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass, replace
 from typing import TypeVar
+
+import msgspec
+from msgspec import structs
 
 from banaserve.base.errors import UserError
 from banaserve_route.policies.caches.known_caches import KnownCaches
@@ -34,8 +36,7 @@ MAX_UNREPORTED = 1024
 View = TypeVar("View", bound=ReplicaView)
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(msgspec.Struct, frozen=True):
     """Load that a replica reports, or that a peer reports as the sum over its replicas.
 
     Attributes:
@@ -161,7 +162,7 @@ class Fleet:
         """Return ``request`` with what is known of its prefix from events, at this moment."""
         if not request.blocks:
             return request
-        return replace(request, known_hits=self.caches.hits(request))
+        return structs.replace(request, known_hits=self.caches.hits(request))
 
     def choose(self, request: Request, now_s: float) -> RoutingDecision:
         """Return the policy's decision for ``request``."""
@@ -178,18 +179,21 @@ class Fleet:
             raise ValueError(f"{request.id} is held: there is no target to send it to")
         flight = Flight(request, decision, target, now_s)
         view = self.get(target)
+        self._flights[id(flight)] = (flight, view)
         if view is not None:
             flight.backlog_tokens = view.uncached_tokens
             flight.outstanding_tokens = view.outstanding_tokens
             flight.outstanding = view.outstanding
             flight.round_trip_ms = view.round_trip_ms
-            self._count(view, flight, +1)
-            self._count_prefill(view, flight, +1)
+            _count(view, flight, +1)
+            view.prefilling += 1
+            view.uncached_tokens += _uncached(flight)
             view.num_sent += 1
-            sent_s = self._sent_s.setdefault(target, deque(maxlen=MAX_UNREPORTED))
+            sent_s = self._sent_s.get(target)
+            if sent_s is None:
+                sent_s = self._sent_s[target] = deque(maxlen=MAX_UNREPORTED)
             sent_s.append(now_s)
             view.sent_since_report = len(sent_s)
-        self._flights[id(flight)] = (flight, view)
         self.caches.sent(flight)
         self.policy.on_sent(flight)
         return flight
@@ -199,7 +203,7 @@ class Fleet:
         if flight.first_token_s is not None or flight.ended_s is not None:
             return
         flight.first_token_s = now_s
-        self._uncount(flight, self._count_prefill)
+        self._end_prefill(flight)
         self.policy.on_first_token(flight)
 
     def finished(
@@ -219,7 +223,7 @@ class Fleet:
             is_fault: True if the failure is the target's fault, see ``Flight``.
         """
         if flight.first_token_s is None and flight.ended_s is None:
-            self._uncount(flight, self._count_prefill)
+            self._end_prefill(flight)
         if self._end(flight, now_s):
             flight.is_fault = is_fault
             self.caches.ended(flight, is_answered=False)
@@ -241,30 +245,20 @@ class Fleet:
             expected = sum(one.request.expected_output_tokens for one in flights)
             assert view.output_tokens == expected, view
 
-    def _end(self, flight: Flight, now_s: float) -> bool:
-        if id(flight) not in self._flights:
-            return False
-        flight.ended_s = now_s
-        self._uncount(flight, self._count)
-        del self._flights[id(flight)]
-        return True
-
-    def _uncount(self, flight: Flight, count: Callable[[ReplicaView, Flight, int], None]) -> None:
-        # The view that counted the flight: another one may have joined under the same id since.
+    def _end_prefill(self, flight: Flight) -> None:
         _, view = self._flights.get(id(flight), (flight, None))
         if view is not None:
-            count(view, flight, -1)
+            view.prefilling -= 1
+            view.uncached_tokens -= _uncached(flight)
 
-    @staticmethod
-    def _count(view: ReplicaView, flight: Flight, sign: int) -> None:
-        view.outstanding += sign
-        view.outstanding_tokens += sign * flight.request.num_tokens
-        view.output_tokens += sign * flight.request.expected_output_tokens
-
-    @staticmethod
-    def _count_prefill(view: ReplicaView, flight: Flight, sign: int) -> None:
-        view.prefilling += sign
-        view.uncached_tokens += sign * _uncached(flight)
+    def _end(self, flight: Flight, now_s: float) -> bool:
+        if (counted := self._flights.pop(id(flight), None)) is None:
+            return False
+        flight.ended_s = now_s
+        # The view that counted the flight: another one may have joined under the same id since.
+        if (view := counted[1]) is not None:
+            _count(view, flight, -1)
+        return True
 
     def _stale(
         self, now_s: float, replicas: list[ReplicaView], peers: list[PeerView]
@@ -278,9 +272,16 @@ class Fleet:
         return old_replicas, old_peers
 
 
+def _count(view: ReplicaView, flight: Flight, sign: int) -> None:
+    view.outstanding += sign
+    view.outstanding_tokens += sign * flight.request.num_tokens
+    view.output_tokens += sign * flight.request.expected_output_tokens
+
+
 def _by_id(views: Iterable[View]) -> list[View]:
     return sorted(views, key=lambda view: view.id)
 
 
 def _uncached(flight: Flight) -> int:
-    return max(0, flight.request.num_tokens - flight.decision.hit_tokens)
+    missed = flight.request.num_tokens - flight.decision.hit_tokens
+    return missed if missed > 0 else 0

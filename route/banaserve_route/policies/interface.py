@@ -11,9 +11,11 @@ region. Nothing here reads a clock: every time is an argument, in seconds of one
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, NewType, Protocol, TypeAlias
+
+import msgspec
 
 from banaserve.base.types import RequestId
 
@@ -44,8 +46,7 @@ class KnownHit(NamedTuple):
     is_exact: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """Request of one attempt, as routing may know it.
 
     Attributes:
@@ -74,8 +75,8 @@ class Request:
     allowed_regions: frozenset[str] | None = None
     was_forwarded: bool = False
     arrived_s: float = 0.0
-    blocks: Mapping[int, Sequence[bytes]] = field(default_factory=dict)
-    known_hits: Mapping[ReplicaId, KnownHit] = field(default_factory=dict)
+    blocks: Mapping[int, Sequence[bytes]] = msgspec.field(default_factory=dict)
+    known_hits: Mapping[ReplicaId, KnownHit] = msgspec.field(default_factory=dict)
     is_streamed: bool = False
 
 
@@ -144,8 +145,7 @@ class PeerView(ReplicaView):
     num_replicas: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class FleetView:
+class FleetView(msgspec.Struct, frozen=True):
     """All that a policy may read, at one moment.
 
     Attributes:
@@ -187,8 +187,7 @@ HELD = frozenset({RoutingReason.ALL_BUSY, RoutingReason.NONE_AVAILABLE, RoutingR
 """Reasons of decisions without a target."""
 
 
-@dataclass(frozen=True, slots=True)
-class RoutingDecision:
+class RoutingDecision(msgspec.Struct, frozen=True):
     """Target of a request, or the decision that it waits.
 
     Attributes:
@@ -202,11 +201,10 @@ class RoutingDecision:
     target: ReplicaId | None
     reason: RoutingReason
     hit_tokens: int = 0
-    scores_ms: Mapping[ReplicaId, float] = field(default_factory=dict)
+    scores_ms: Mapping[ReplicaId, float] = msgspec.field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class Flight:
+class Flight(msgspec.Struct):
     """One attempt to serve a request, from its sending to its end. The balancer fills it in.
 
     Attributes:

@@ -1,41 +1,7 @@
-"""Straight line through measured times, learnt online."""
+"""Straight line through measured times, learnt online; it is in C++."""
 
 from __future__ import annotations
 
-_MEMORY = 0.99
-"""Factor by which the weight of a sample falls with each later one."""
+from banaserve._native import Line
 
-
-class Line:
-    """Online least squares y = base + slope x; neither is ever negative.
-
-    Attributes:
-        base: Time in ms at x = 0.
-        slope: Time in ms for each unit of x.
-    """
-
-    def __init__(self, slope: float, unit: float) -> None:
-        """Start from ``slope``, with the weight of one sample at ``unit`` from the mean of x."""
-        self.slope, self.base = slope, 0.0
-        self._assumed, self._prior = slope, unit * unit
-        self._count = self._x = self._y = self._xx = self._xy = 0.0
-
-    def __call__(self, x: float) -> float:
-        """Return the predicted y."""
-        return self.base + self.slope * x
-
-    def learn(self, x: float, y: float) -> None:
-        """Add one sample."""
-        self._count = _MEMORY * self._count + 1
-        self._x = _MEMORY * self._x + x
-        self._y = _MEMORY * self._y + y
-        self._xx = _MEMORY * self._xx + x * x
-        self._xy = _MEMORY * self._xy + x * y
-        mean_x, mean_y = self._x / self._count, self._y / self._count
-        spread = self._xx - self._x * mean_x + self._prior
-        shared = self._xy - self._x * mean_y + self._prior * self._assumed
-        self.slope = max(0.0, shared / spread)
-        self.base = mean_y - self.slope * mean_x
-        if self.base < 0:
-            assumed = self._prior * self._assumed
-            self.base, self.slope = 0.0, (self._xy + assumed) / (self._xx + self._prior)
+__all__ = ["Line"]

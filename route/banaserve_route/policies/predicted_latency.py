@@ -20,8 +20,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
+import msgspec
+
+from banaserve._native import request_costs
 from banaserve_route.policies.interface import (
     FleetView,
     Flight,
@@ -41,13 +44,7 @@ from banaserve_route.policies.registry import register
 _FEW = 4
 """Number of replicas with the longest prefix, and of others at random, compared in large fleets."""
 
-_EQUAL_MS = 1.0
-"""Difference of two costs that is too small to choose by."""
-
 _FUTURE = 2.0
-_DELAYED = 4.0
-"""Factor of the number of waiting requests that gives those delayed by one more, up to all."""
-
 _LEAST_PLACES = 16.0
 """Size of a batch before a larger one has been reported."""
 
@@ -84,7 +81,7 @@ class PredictedLatencyOptions(TreeOptions):
         check_range(self, {"prefill_ms_per_token": (1e-6, 1e6), "others": (0, 100)})
 
 
-class _Hit(NamedTuple):
+class _Hit(msgspec.Struct):
     """What was known of a request's prefix: tokens at its target, most tokens at any replica.
 
     ``sent`` counts the tokens that had been sent to the target, kept or not.
@@ -121,13 +118,13 @@ class PredictedLatency(TreePolicy):
         self._sent_hits: dict[ReplicaId, int] = {}
         self._hits: dict[ReplicaId, int] = {}
         self._longest = 0
-        self._full: set[ReplicaId] = set()
+        self._full: list[ReplicaId] = []
         self._sent: dict[int, _Hit] = {}
 
     def choose(self, request: Request, fleet: FleetView) -> RoutingDecision:
         self._sent_hits = self.hits(request)
-        self._hits = self._kept_of(self._sent_hits)
-        self._longest = max(self._hits.values(), default=0)
+        self._hits = self._kept_of(self._sent_hits) if self._losing else self._sent_hits
+        self._longest = max(self._hits.values()) if self._hits else 0
         if len(fleet.replicas) > 2 * _FEW:
             decision = super().choose(request, self._few(fleet))
             if decision.target is not None:
@@ -136,8 +133,6 @@ class PredictedLatency(TreePolicy):
 
     def _kept_of(self, hits: dict[ReplicaId, int]) -> dict[ReplicaId, int]:
         """Return ``hits``, fewer for replicas that keep less than the one that keeps most."""
-        if not self._losing:
-            return hits
         share_of = self._losing.get
         return {name: int(hit * share_of(name, 1.0)) for name, hit in hits.items()}
 
@@ -167,44 +162,27 @@ class PredictedLatency(TreePolicy):
     def pick(
         self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
     ) -> RoutingDecision:
-        hits, longest, tokens = self._hits, self._longest, request.num_tokens
+        longest, tokens, fetch = self._longest, request.num_tokens, self.fetch_fraction
         self._hit_fraction += _LEARNING * (longest / tokens - self._hit_fraction)
-        future = min(_FUTURE, 1 / max(1e-3, 1 - self._hit_fraction))
-        prefill, others = self.first_token_ms.slope, self.options.others
-        crowd = 2 * others * self.output_ms.slope * self._mean_output
-        # Requests that come to a replica while it computes a token.
-        arrivals = sum([view.outstanding for view in candidates]) / len(candidates)
-        arrivals *= prefill / self._answer_ms if self._answer_ms else 0.0
-        fetch, paces = self.fetch_fraction, self._paces
-        self._full.clear()
-        pace_of, hit_of = paces.get, hits.get
-        # What this request would miss at a replica that has nothing of its prompt.
-        least_missed = tokens - longest * (1 - fetch)
-        costs = {}
-        for view in candidates:
-            name, count, ahead = view.id, float(view.outstanding), float(view.uncached_tokens)
-            if view.__class__ is PeerView:
-                count, ahead = self._of_a_replica(view)
-            elif view.running > self._places:
-                self._places = view.running
-            running, waiting_ms = count, 0.0
-            if view.pending and count > self._places:
-                self._full.add(name)
-                running = self._places
-                waiting = count - running
-                delayed = waiting + others * min(count, _DELAYED * waiting)
-                waiting_ms = self._answer_ms / running * delayed
-            missed = least_missed - fetch * hit_of(name, 0)
-            held_up = 1 + others * (count + arrivals * (missed + ahead))
-            costs[name] = (
-                future * view.round_trip_ms
-                + crowd * running
-                + pace_of(name, 1.0) * prefill * (missed * held_up + ahead)
-                + waiting_ms
-            )
-        target = candidates[self.least(list(costs.values()), _EQUAL_MS)]
-        is_far = isinstance(target, PeerView)
-        missed = tokens - longest + fetch * (longest - hits.get(target.id, 0))
+        others = self.options.others
+        costs, cheapest, self._places, self._full = request_costs(
+            candidates,
+            self._hits,
+            self._paces,
+            {peer.id: self._of_a_replica(peer) for peer in fleet.peers},
+            # What this request would miss at a replica that has nothing of its prompt.
+            least_missed=tokens - longest * (1 - fetch),
+            fetch=fetch,
+            future=min(_FUTURE, 1 / max(1e-3, 1 - self._hit_fraction)),
+            crowd=2 * others * self.output_ms.slope * self._mean_output,
+            prefill=self.first_token_ms.slope,
+            others=others,
+            places=self._places,
+            answer_ms=self._answer_ms,
+        )
+        target = self.any_of(cheapest)
+        is_far = type(target) is PeerView
+        missed = tokens - longest + fetch * (longest - self._hits.get(target.id, 0))
         return RoutingDecision(
             target.id,
             RoutingReason.FORWARDED if is_far else RoutingReason.LOWEST_COST,
@@ -227,7 +205,7 @@ class PredictedLatency(TreePolicy):
         self._sent[id(flight)] = _Hit(sent, here, self._longest, target in self._full)
         missed = flight.request.num_tokens - flight.decision.hit_tokens
         self._mean_missed = _mean(self._mean_missed, missed)
-        super().on_sent(flight)
+        self.tree.add(flight.request.prompt, target)
 
     def on_finished(self, flight: Flight) -> None:
         hit = self._sent.pop(id(flight))
@@ -237,7 +215,7 @@ class PredictedLatency(TreePolicy):
             self._learn_output(flight)
             if not hit.is_full:
                 self._learn_first_token(flight, hit)
-        super().on_finished(flight)
+        self.correct(flight)
 
     def on_failed(self, flight: Flight) -> None:
         del self._sent[id(flight)]

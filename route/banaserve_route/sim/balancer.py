@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+
+from msgspec import structs
 
 from banaserve.sim.timeline import Timeline
 from banaserve_route.policies.fleet import Fleet, Report
@@ -136,7 +137,9 @@ class SimBalancer:
             sent.on_first = sent.on_done = _nothing
             sent.on_refused = None
 
-        request = replace(job.request, was_forwarded=peer is not None or job.request.was_forwarded)
+        request = structs.replace(
+            job.request, was_forwarded=peer is not None or job.request.was_forwarded
+        )
         sent = ReplicaJob(
             request,
             job.output,

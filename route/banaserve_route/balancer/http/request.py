@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from urllib.parse import unquote_to_bytes
 
 from banaserve.base.errors import BanaServeError
@@ -25,6 +26,8 @@ _PASSED = frozenset(
 _JOINED_BYTES = 16 * 1024
 """Size of a body up to which one copy is cheaper than one more buffer to send."""
 _MANY_PARTS, _PART_BYTES = 256, 64
+_KEPT_TARGETS = 64
+"""Number of targets that are read once: nearly all requests have one of a few."""
 
 _ODD_PATH = re.compile(rb"//|/\.\.?(?:/|$)|[\\\0-\x20]")
 _ORIGIN = re.compile(rb"https?://[^/?#\s\\]+", re.IGNORECASE)
@@ -49,6 +52,26 @@ class RequestRefusedError(BanaServeError):
         self.closes = closes
         usual_s = _RETRY_AFTER_S if status in (429, 503) else None
         self.retry_after_s = usual_s if retry_after_s is None else retry_after_s
+
+
+@lru_cache(_KEPT_TARGETS)
+def _read_target(target: bytes) -> tuple[bytes, bytes]:
+    """Return a request's target without an origin, and its decoded path.
+
+    Raises:
+        RequestRefusedError: The target is not one that may be passed on.
+    """
+    if (origin := _ORIGIN.match(target)) is not None:
+        rest = target[origin.end() :]
+        target = rest if rest.startswith(b"/") else b"/" + rest
+    if not _TARGET.fullmatch(target):
+        raise RequestRefusedError(400, "the request's target is not a path")
+    # A replica may read an odd path differently from the check against allowed paths.
+    path = target.partition(b"?")[0]
+    path = unquote_to_bytes(path) if b"%" in path else path
+    if _ODD_PATH.search(path):
+        raise RequestRefusedError(400, "the path is not in its simplest form")
+    return target, path
 
 
 class ClientRequest:
@@ -184,16 +207,7 @@ class ClientRequest:
             self.expects_continue = False
         if method in (b"CONNECT", b"TRACE"):
             raise RequestRefusedError(405, f"{method.decode()} is not supported")
-        if (origin := _ORIGIN.match(self._target)) is not None:
-            rest = self._target[origin.end() :]
-            self._target = rest if rest.startswith(b"/") else b"/" + rest
-        if not _TARGET.fullmatch(self._target):
-            raise RequestRefusedError(400, "the request's target is not a path")
-        # A replica may read an odd path differently from the check against allowed paths.
-        path = self._target.partition(b"?")[0]
-        self.path = unquote_to_bytes(path) if b"%" in path else path
-        if _ODD_PATH.search(self.path):
-            raise RequestRefusedError(400, "the path is not in its simplest form")
+        self._target, self.path = _read_target(self._target)
         if self._connection and self._connection not in (b",keep-alive", b",close"):
             self._drop_named()
 

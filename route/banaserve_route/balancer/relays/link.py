@@ -203,7 +203,7 @@ class RemoteClient:
         self._active = None
         # Otherwise the relay may have bytes of the last answer left, and ends with the balancer.
         if self.request:
-            self.evict()
+            self._link.send(CloseClient(self._number, self.request))
 
     def evict(self) -> None:
         self._link.send(CloseClient(self._number))

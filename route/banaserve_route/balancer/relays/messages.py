@@ -157,9 +157,14 @@ class EndRequest(_Message, frozen=True, tag=24):
 
 
 class CloseClient(_Message, frozen=True, tag=25):
-    """Message: the connection of a client is to be broken."""
+    """Message: the connection of a client is to be broken.
+
+    Attributes:
+        request: Number of the request that must be under way; 0 if none need be.
+    """
 
     client: int
+    request: int = 0
 
 
 class TurnAway(_Message, frozen=True, tag=26):

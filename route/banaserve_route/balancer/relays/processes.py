@@ -41,8 +41,8 @@ observer counts its own beats, not the time: after it has stood still itself, as
 a machine that sleeps, the observed one has as many beats again.
 """
 
-_START_BEATS = 120
-"""Number of beats in which a relay must have begun: a minute, since it imports for seconds."""
+START_BEATS = 120
+"""Number of beats in which a process must have begun: a minute, since it imports for seconds."""
 
 
 class RestartPauses:
@@ -191,7 +191,7 @@ class _Relay:
 
 async def _hangs(link: RelayLink) -> bool:
     """Return False when a relay's link has ended, True when the relay has been silent too long."""
-    num_silent = MAX_SILENT_BEATS - _START_BEATS
+    num_silent = MAX_SILENT_BEATS - START_BEATS
     while num_silent < MAX_SILENT_BEATS:
         link.was_heard = False
         with suppress(TimeoutError):

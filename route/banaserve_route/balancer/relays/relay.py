@@ -181,7 +181,8 @@ class RelayProcess(asyncio.Protocol):
             request.take(told)
 
     def _close_client(self, told: CloseClient) -> None:
-        if (client := self.clients.get(told.client)) is not None:
+        is_meant = not told.request or told.request in self._requests
+        if is_meant and (client := self.clients.get(told.client)) is not None:
             client.evict()
 
     def _turn_away(self, told: TurnAway) -> None:

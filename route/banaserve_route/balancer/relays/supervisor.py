@@ -17,7 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
-from banaserve_route.balancer.relays.processes import BEAT_S, MAX_SILENT_BEATS, RestartPauses
+from banaserve_route.balancer.relays.processes import (
+    BEAT_S,
+    MAX_SILENT_BEATS,
+    START_BEATS,
+    RestartPauses,
+)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -100,18 +105,14 @@ def supervise(
 
 
 def _hangs(heard: int) -> bool:
-    """Return False when the writer of ``heard`` has ended, True when it has been silent too long.
-
-    It may take any time to write first: it looks for replicas before.
-    """
-    num_silent = None
-    while num_silent is None or num_silent < MAX_SILENT_BEATS:
+    """Return False when the writer of ``heard`` has ended, True when it is silent too long."""
+    num_silent = MAX_SILENT_BEATS - START_BEATS
+    while num_silent < MAX_SILENT_BEATS:
+        num_silent += 1
         if select.select([heard], [], [], BEAT_S)[0]:
             if not os.read(heard, 4096):
                 return False
             num_silent = 0
-        elif num_silent is not None:
-            num_silent += 1
     return True
 
 

@@ -52,7 +52,8 @@ class UpstreamAttempt:
         if status >= 400:
             self._dispatcher.fleet.failed(self.flight, now_s, is_fault=status in FAULTS)
         else:
-            usage = dict(_USAGE.findall(last[-_TAIL_BYTES:]))
+            begin = last.rfind(b'"usage"', -_TAIL_BYTES)
+            usage = dict(_USAGE.findall(last, begin)) if begin >= 0 else {}
             cached = usage.get(b"cached_tokens")
             tokens = int(usage.get(b"completion_tokens", num_reads))
             cached_tokens = None if cached is None else int(cached)

@@ -7,7 +7,6 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import msgspec
 from jinja2 import TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from msgspec import structs
 from tokenizers import Tokenizer
 
 from banaserve.base.errors import UserError
@@ -158,7 +158,7 @@ class PromptReader:
         if found is None:
             return self._counted("other", request)
         num_tokens, blocks = found
-        return self._counted("read", replace(request, num_tokens=num_tokens, blocks=blocks))
+        return self._counted("read", structs.replace(request, num_tokens=num_tokens, blocks=blocks))
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

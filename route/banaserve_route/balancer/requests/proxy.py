@@ -54,7 +54,6 @@ class ProxiedRequest:
         "flights",
         "identity",
         "is_over",
-        "kind",
         "message",
         "num_attempts",
         "num_reads",
@@ -87,7 +86,6 @@ class ProxiedRequest:
         self.identity = ""
         self.prompt_tokens = request.num_tokens
         self._tried: set[str] = set()
-        self.kind = self._kind()
         self._attempt: UpstreamAttempt | None = None
         self._backoff: asyncio.TimerHandle | None = None
         self._hedge: Hedge | None = None
@@ -110,7 +108,7 @@ class ProxiedRequest:
         """Send the request, or let it wait in the queue."""
         self._limit_wait()
         queue = self._dispatcher.queue
-        if not queue.has_waiting(self.kind) and self.place():
+        if not (queue and queue.has_waiting(self.kind)) and self.place():
             return
         if len(queue) >= self._dispatcher.max_queue:
             self._answer(429, f"{len(queue)} requests wait already; try again shortly", 1.0)
@@ -354,15 +352,15 @@ class ProxiedRequest:
         self._tried.clear()
         self._pause()
 
-    def _kind(self) -> Hashable:
+    @property
+    def kind(self) -> Hashable:
         request = self.request
+        # One that waits for a full target must not hold up others, which may go to the tried ones.
         tried = frozenset(self._tried)
         return request.model, request.allowed_regions, request.was_forwarded, tried
 
     def _rejoin(self) -> None:
         self._backoff = None
-        # One that waits for a full target must not hold up others, which may go to the tried ones.
-        self.kind = self._kind()
         self._limit_wait()
         if not self.is_over and not self.place():
             self._dispatcher.queue.join(self, at_front=True)

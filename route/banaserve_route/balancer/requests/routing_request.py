@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import re
-from dataclasses import replace
 
 import msgspec
+from msgspec import structs
 
 from banaserve.base.text.json_text import as_utf8
 from banaserve.base.types import RequestId
@@ -71,10 +71,10 @@ def read_request(
     A body that is not a JSON object of the known form is no error here: the replica refuses such a
     body with its own message.
     """
-    body = _NO_BODY
-    if message.body:
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            body = _decode(_data(message))
+    try:
+        body = _decode(_data(message)) if message.body else _NO_BODY
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        body = _NO_BODY
     prompt = bytes(body.messages or body.prompt or body.input)
     return Request(
         request_id,
@@ -117,4 +117,4 @@ def without_tried(view: FleetView, tried: set[str]) -> FleetView:
     """Return ``view`` without the targets in ``tried``."""
     left = [one for one in view.replicas if one.id not in tried]
     peers = [one for one in view.peers if one.id not in tried]
-    return replace(view, replicas=left, peers=peers, by_id={one.id: one for one in left})
+    return structs.replace(view, replicas=left, peers=peers, by_id={one.id: one for one in left})

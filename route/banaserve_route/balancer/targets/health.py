@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from time import monotonic
 from typing import NamedTuple
+
+from msgspec import structs
 
 from banaserve.base.net.sockets import is_own_fault
 from banaserve_route.balancer.config import HealthSettings
@@ -112,7 +113,7 @@ class Prober:
         if num_steps == self._num_steps:
             return None
         began_s, self._step_s, self._num_steps = self._step_s, report.at_s, num_steps
-        return report if began_s is None else replace(report, at_s=began_s)
+        return report if began_s is None else structs.replace(report, at_s=began_s)
 
 
 def read_report(page: bytes, at_s: float) -> Report | None:

@@ -35,8 +35,8 @@ class ReplicaRoundRobin(Policy):
         self, request: Request, candidates: Sequence[ReplicaView], fleet: FleetView
     ) -> RoutingDecision:
         sent_at = self._sent_at
-        target = min(candidates, key=lambda view: sent_at.get(view.id, 0))
-        return RoutingDecision(target.id, RoutingReason.TURN)
+        turns = [sent_at.get(view.id, 0) for view in candidates]
+        return RoutingDecision(candidates[turns.index(min(turns))].id, RoutingReason.TURN)
 
     def on_sent(self, flight: Flight) -> None:
         self._turn += 1

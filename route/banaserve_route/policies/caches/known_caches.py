@@ -118,6 +118,8 @@ class KnownCaches:
     @property
     def block_sizes(self) -> set[int]:
         """Return the sizes of blocks in use, in tokens; empty before the first event."""
+        if not self._replicas:
+            return set()
         return {one.block_size for one in self._replicas.values()} - {0}
 
     def hits(self, request: Request) -> dict[ReplicaId, KnownHit]:
