@@ -4,12 +4,11 @@
 
 The run's requests arrive as they did (LLMServingSim's format). The files of operators tell model
 and GPU, the run's own file its limits (``PREFIX_meta.yaml``, ``RUN_meta.json``), where options do
-not; the KV cache has the memory that weights leave. Compared are operators as measured, with the
-CPU's time between two steps that another run had, with such a constant fitted on this run, and the
-best linear step times of the same operators with such a constant. Constants are fitted on requests
-whose id has an even hash, errors are those of the others. Both halves are of one run, so their
-steps are the same: an error here bounds that of another run from below. No engine runs, and nothing
-is measured.
+not; the KV cache has the memory that weights leave. Compared are operators as measured, operators
+with one fitted constant, the CPU's time between two steps, and the best linear step times of the
+same operators with such a constant. Constants are fitted on requests whose id has an even hash,
+errors are those of the others. Both halves are of one run, so their steps are the same: an error
+here bounds that of another run from below. No engine runs, and nothing is measured.
 """
 
 from __future__ import annotations
@@ -69,8 +68,6 @@ MEMORY_MIB = {
 _MEMORY_FRACTION = 0.9
 _OTHER_BYTES = 1.5 * 2**30
 """Memory of activations, CUDA graphs and the driver, for steps of 2,048 tokens (estimate)."""
-_KNOWN_HOST_S = 1.1e-3
-"""CPU time between steps as fitted on the run of Llama-3.1-8B on RTX PRO 6000, vLLM 0.19."""
 _HOSTS_S = tuple(round(n * 1e-4, 5) for n in range(51))
 _STATISTICS = {"mean": 0.0, "p90": 90.0, "p99": 99.0}
 
@@ -291,7 +288,6 @@ def _compared(
     linear = LinearTimes(replace(profile, prefill=prefill, decode_small=decode, decode_large=None))
     kinds: dict[str, tuple[GpuStepTimes, float]] = {
         "operators": (operators, 0.0),
-        "operators_known": (operators, _KNOWN_HOST_S),
         "operators_fitted": (operators, host_s),
         "linear_fitted": (linear, replay.fit(linear)),
     }

@@ -79,20 +79,21 @@ def read_operators(
 
 
 def _alphas(prefix: Path) -> Buckets | None:
-    """Return how unequal contexts cost; None if the prefix has no file of it."""
+    """Return how unequal contexts cost; None if the prefix has no file of it, or an empty one."""
     path = _path(prefix, "skew_fit")
     if not path.exists():
         return None
     _, table = _rows(prefix, "skew_fit")
     try:
-        return Buckets(
+        rows = [
             (float(row["pc"]), *(_bound(row[label]) for label in _LABELS), float(row["alpha"]))
             for _, row in table
-        )
+        ]
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{path}: a row lacks a number or the bound of a bucket: {error}"
         ) from error
+    return Buckets(rows) if rows else None
 
 
 def _bound(label: str) -> float:
