@@ -52,9 +52,8 @@ def read_operators(
         UserError: A file is missing, has a wrong line or lacks a layer; the message names it.
     """
     dense = _by_layer(prefix, "dense", "tokens", {*_ONCE, *_IN_LAYER})
-    if (experts is None) != ("down_proj" in dense):
-        wanted = "is of a model with experts" if experts is None else "is of a dense model"
-        raise UserError(f"{prefix} {wanted}: give that model")
+    if experts is None and dense and "down_proj" not in dense:
+        raise UserError(f"{prefix} is of a model with experts: give that model")
     sequences = _by_layer(prefix, "per_sequence", "sequences", set(_SAMPLED))
     rows = _table(prefix, "attention", (*_ATTENTION, "time_us"))
     try:
