@@ -275,6 +275,7 @@ _READERS: tuple[tuple[str, Callable[[bytes], list[GrammarSpec]]], ...] = (
     ("structured_outputs", lambda text: _of_structured(_structured(text))),
     ("response_format", _response_format),
     ("text", _of_text),
+    ("output_config", _of_text),
     ("tools", _of_tools),
     ("sampling_params", _of_sampling),
 )
