@@ -16,6 +16,7 @@ from banaserve_route.balancer.config import (
     ReplicaSettings,
 )
 from banaserve_route.balancer.targets import health as prober_module
+from banaserve_route.policies.fleet import Report
 from banaserve_route.policies.gorgo.tuner import START
 
 HEALTH = HealthSettings(interval_s=0.02, report_interval_s=0.02, breaker_pause_s=0.05)
@@ -147,6 +148,22 @@ async def test_a_look_goes_on_after_what_nobody_foresaw(house, monkeypatch, name
     await house.until(lambda: not target.is_healthy)
     # The same surprise again and again is one line a task.
     assert sum("a surprise" in line for line in house.log) <= 2
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_lines_of_a_page_that_are_read_say_all_of_its_load(engine):
+    names = {
+        "vllm": ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc"),
+        "sglang": ("num_queue_reqs", "num_running_reqs", "token_usage"),
+    }[engine]
+    page = "# HELP of a gauge\n" + "".join(
+        f'{engine}:{name}{{model_name="m"}} {value}\n{engine}:{name}_other 9\n'
+        for name, value in zip(names, ("3.0", "5.0", "0.25"), strict=True)
+    )
+    page += 'vllm:iteration_tokens_total_count{engine="0"} 44.0\n'
+    lines = prober_module.load_lines(page.encode())
+    assert prober_module.read_report(lines, 1.0) == Report(1.0, 3, 5, 0.25)
+    assert prober_module.count_steps(lines) == 44
 
 
 def steps_page(num_steps, pending=0):
