@@ -80,6 +80,12 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
         ),
         "silicon": _SILICON,
         "silicon-runs": (*_SILICON, *_LOOPS),
+        "silicon-table": (
+            "bench/banaserve_bench/silicon/aiconfigurator.py",
+            "bench/banaserve_bench/silicon/linear.py",
+            "benchmarks/step_table.py",
+            "benchmarks/whole_runs.py",
+        ),
         "simulate-paper": (
             *_SIMULATOR,
             "banaserve/orchestrator/planner",

@@ -106,6 +106,10 @@ BENCHMARKS = {
         "benchmarks.whole_runs",
         "How wrong are simulated means, for each model and GPU, beside those of whole runs?",
     ),
+    "silicon-table": Benchmark(
+        "benchmarks.step_table",
+        "How wrong are summed step times of Llama-2 and BLOOM, beside Splitwise's measured ones?",
+    ),
     "simulate-paper": Benchmark(
         "benchmarks.simulate_paper.command", "What does the simulator say of BanaServe's figures?"
     ),

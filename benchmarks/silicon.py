@@ -1,17 +1,20 @@
 """A real run of vLLM on a GPU, replayed in the simulator with step times of measured operators.
 
-    python -m benchmarks silicon --run RUN.jsonl.zst --operators PREFIX --layers 32 [--json FILE]
+    python -m benchmarks silicon --run RUN.jsonl.zst --operators PREFIX_tp1 [--json FILE]
 
-The run's requests arrive as they did (LLMServingSim's format). Compared are operators as measured,
-operators with one fitted constant, the CPU's time between two steps, and the best linear step times
-of the same operators with such a constant. Constants are fitted on requests whose id has an even
-hash, errors are those of the others. Both halves are of one run, so their steps are the same: an
-error here bounds that of another run from below. No engine runs, and nothing is measured.
+The run's requests arrive as they did (LLMServingSim's format). The files of operators tell model
+and GPU, the run's own file its limits (``PREFIX_meta.yaml``, ``RUN_meta.json``), where options do
+not; the KV cache has the memory that weights leave. Compared are operators as measured, operators
+with one fitted constant, the CPU's time between two steps, and the best linear step times of the
+same operators with such a constant. Constants are fitted on requests whose id has an even hash,
+errors are those of the others. Both halves are of one run, so their steps are the same: an error
+here bounds that of another run from below. No engine runs, and nothing is measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -19,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -26,21 +30,44 @@ from rich.table import Table
 from banaserve.base.arguments import positive
 from banaserve.base.errors import UserError
 from banaserve.base.text.records import read_records
-from banaserve.orchestrator.control.costs.profile import Profile, load
+from banaserve.orchestrator.control.costs.profile import (
+    MemorySection,
+    ModelSection,
+    Profile,
+    load,
+)
 from banaserve.orchestrator.control.costs.steps import StepCosts
 from banaserve.sim.request import SimRequest
 from banaserve.sim.system import preset
+from banaserve_bench.plan.probe.model_shape import read_experts, read_shape
 from banaserve_bench.silicon.aiconfigurator import AiconfiguratorTimes
+from banaserve_bench.silicon.attention import Contexts
 from banaserve_bench.silicon.costs import EngineConstants
 from banaserve_bench.silicon.install import install
 from banaserve_bench.silicon.linear import linear_fit
+from banaserve_bench.silicon.modelled_engine import config_file
 from banaserve_bench.silicon.operator_files import read_operators
 from banaserve_bench.silicon.step_times import GpuStepTimes, graph_sizes
 from banaserve_bench.simulation.run import tallied
 from benchmarks.measurement import Measurement, Samples, parser_of
 
+_PROFILE = "llama-3.1-8b-h100"
+"""Gives what step times, shape and memory do not."""
 Floats = NDArray[np.float64]
 Latencies = dict[str, Floats]
+MODELS = {
+    "meta-llama/Llama-3.1-8B": "meta-llama/Meta-Llama-3.1-8B",
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": "Qwen/Qwen3-30B-A3B",
+}
+"""Models in aiconfigurator-core that have the shape of another one."""
+MEMORY_MIB = {
+    "NVIDIA GeForce RTX 4090": 24_564,
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": 97_887,
+}
+"""Memory by the name of the GPU, as nvidia-smi says."""
+_MEMORY_FRACTION = 0.9
+_OTHER_BYTES = 1.5 * 2**30
+"""Memory of activations, CUDA graphs and the driver, for steps of 2,048 tokens (estimate)."""
 _HOSTS_S = tuple(round(n * 1e-4, 5) for n in range(51))
 _STATISTICS = {"mean": 0.0, "p90": 90.0, "p99": 99.0}
 
@@ -84,7 +111,9 @@ class LinearTimes:
     def __init__(self, profile: Profile) -> None:
         self._costs = StepCosts(profile)
 
-    def step_s(self, tokens: int, pairs: int, batch: int, context: int) -> float:
+    def step_s(
+        self, tokens: int, pairs: int, batch: int, context: int, contexts: Contexts | None = None
+    ) -> float:
         """Return the time of one step; see ``GpuStepTimes``."""
         return self._costs.mixed_s(tokens, pairs, batch, context)[0]
 
@@ -96,10 +125,12 @@ class RecordedTimes:
         self._times = times
         self.steps: dict[tuple[int, int, int, int], float] = {}
 
-    def step_s(self, tokens: int, pairs: int, batch: int, context: int) -> float:
+    def step_s(
+        self, tokens: int, pairs: int, batch: int, context: int, contexts: Contexts | None = None
+    ) -> float:
         """Return the time of one step; see ``GpuStepTimes``."""
         step = (tokens, pairs, batch, context)
-        self.steps[step] = found = self._times.step_s(*step)
+        self.steps[step] = found = self._times.step_s(*step, contexts)
         return found
 
 
@@ -155,21 +186,26 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("--run", type=Path, required=True, help="requests of a real run, in JSON lines")
     add("--operators", type=Path, required=True, help="folder and prefix of operators' files")
-    add("--layers", type=positive, required=True, help="layers of the model")
-    add("--max-requests", type=positive, default=128, help="max_num_seqs of the run")
-    add("--step-tokens", type=positive, default=2048, help="max_num_batched_tokens of the run")
+    add("--model", help="folder with a config.json, or name in aiconfigurator-core")
+    add("--gpu-memory", type=positive, metavar="MIB", help="memory of the GPU, by nvidia-smi")
+    add("--layers", type=positive, help="layers of the model, if not those of its config.json")
+    add("--max-requests", type=positive, help="max_num_seqs of the run")
+    add("--step-tokens", type=positive, help="max_num_batched_tokens of the run")
     add("--graph-tokens", type=positive, default=256, help="largest CUDA graph of the run")
-    add("--profile", default="llama-3.1-8b-h100", help="for the KV cache's size only")
     add("--system", help="GPU in aiconfigurator-core, to compare its operators, too")
-    add("--model", default="meta-llama/Meta-Llama-3.1-8B", help="model in aiconfigurator-core")
-    given = parser.parse_args(list(argv))
+    given = with_told(parser.parse_args(list(argv)))
     measurement = Measurement("silicon", given)
-    profile = load(given.profile)
+    config = config_file(given.model)
+    shape = read_shape(config)
+    if given.layers is not None:
+        shape = replace(shape, num_layers=given.layers)
+    memory = MemorySection(kv_tokens(shape, given.gpu_memory))
+    profile = replace(load(_PROFILE), model=shape, memory=memory)
     limits = {"step_tokens": given.step_tokens, "max_requests": given.max_requests}
     replay = RunReplay(read_run(given.run), profile, limits)
     figures: dict[str, float] = {}
     table = Table("step times", "CPU, ms", *replay.real, title="errors: mean, p90, p99 (each)")
-    for name, (times, host_s) in _compared(given, replay, profile).items():
+    for name, (times, host_s) in _compared(given, replay, profile, read_experts(config)).items():
         found = errors(replay.simulated(times, host_s), replay.real, ~replay.fitted)
         figures[f"{name}_host_s"] = host_s
         figures |= {f"{name}_{key}": value for key, value in found.items()}
@@ -188,11 +224,63 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def with_told(given: argparse.Namespace) -> argparse.Namespace:
+    """Return ``given`` with what files beside run and operators tell, where options do not.
+
+    Raises:
+        UserError: Neither tells model, memory or a limit.
+    """
+    of_gpu = _told(given.operators, r"_tp\d+", "_meta.yaml")
+    of_run = _told(given.run, r"\.jsonl(\.zst)?", "_meta.json").get("engine_kwargs", {})
+    model = of_gpu.get("model")
+    told = {
+        "model": MODELS.get(str(model), model),
+        "gpu_memory": MEMORY_MIB.get(str(of_gpu.get("gpu"))),
+        "max_requests": of_run.get("max_num_seqs"),
+        "step_tokens": of_run.get("max_num_batched_tokens"),
+    }
+    for name, value in told.items():
+        if getattr(given, name) is None:
+            if value is None:
+                raise UserError(f"no file says it: give --{name.replace('_', '-')}")
+            setattr(given, name, value)
+    return given
+
+
+def _told(path: Path, end: str, instead: str) -> dict[str, Any]:
+    """Return the fields of a file whose name ends otherwise than ``path``; none if it is absent."""
+    path = path.with_name(re.sub(f"{end}$", "", path.name) + instead)
+    if not path.exists():
+        return {}
+    found = yaml.safe_load(path.read_text())  # JSON is YAML
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds no fields")
+    return found
+
+
+def kv_tokens(shape: ModelSection, memory_mib: int) -> int:
+    """Return how many tokens fit into the memory that the weights leave, as vLLM shares it out.
+
+    Raises:
+        UserError: The weights leave no memory.
+    """
+    weights = shape.num_layers * shape.layer_weights + shape.fixed_weights
+    free = _MEMORY_FRACTION * memory_mib * 2**20 - weights * shape.element_bytes - _OTHER_BYTES
+    tokens = int(free / (shape.num_layers * shape.layer_token_bytes))
+    if tokens < 1:
+        raise UserError(f"the weights leave no KV cache in {memory_mib:,} MiB")
+    return tokens
+
+
 def _compared(
-    given: argparse.Namespace, replay: RunReplay, profile: Profile
+    given: argparse.Namespace,
+    replay: RunReplay,
+    profile: Profile,
+    experts: tuple[int, int] | None,
 ) -> dict[str, tuple[GpuStepTimes, float]]:
     """Return kinds of step times by name, each with the CPU's time between two steps."""
-    operators = read_operators(given.operators, given.layers, None, graph_sizes(given.graph_tokens))
+    layers, graphs = profile.model.num_layers, graph_sizes(given.graph_tokens)
+    operators = read_operators(given.operators, layers, experts, graphs)
     host_s = replay.fit(operators)
     recorded = RecordedTimes(operators)
     replay.simulated(recorded, host_s)

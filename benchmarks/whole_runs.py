@@ -125,7 +125,7 @@ def main(argv: Sequence[str]) -> int:
     for run in read_runs():
         if given.model in run.model:
             groups[run.group].append(run)
-    table = Table("runs", "number", "factors; CPU; way", *_KINDS)
+    table = Table("runs", "number", "factors; CPU; launch; way", *_KINDS)
     samples: dict[str, list[Floats]] = defaultdict(list)
     raw = {}
     for group, runs in sorted(groups.items()):
@@ -136,7 +136,8 @@ def main(argv: Sequence[str]) -> int:
         factors = f"{known.decode_factor:.2f}, {known.prompt_factor:.2f}"
         host = f"{known.host_s * 1e3:.1f} ms, {known.host_request_s * 1e6:.0f} us"
         of_way = f"{way.way_s * 1e3:.0f} ms, {way.way_token_s * 1e6:.0f} us"
-        table.add_row(", ".join(group), *_cells(found.wrong, f"{factors}; {host}; {of_way}"))
+        constants = f"{factors}; {host}; {known.launch_s * 1e3:.0f} ms; {of_way}"
+        table.add_row(", ".join(group), *_cells(found.wrong, constants))
         raw[", ".join(group)] = {
             "constants": {
                 "engine": asdict(known),

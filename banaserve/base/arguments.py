@@ -23,7 +23,7 @@ _MAX_WIDTH = 100
 _OPTION_WIDTH = 34
 _LIKENESS = 0.75
 """Least likeness of a word to the option that an error suggests instead."""
-_UNITS = {"_s": "SECONDS", "_tokens": "TOKENS"}
+_UNITS = {"_gb_per_s": "GB/S", "_s": "SECONDS", "_tokens": "TOKENS"}
 _NO_NAMES: Mapping[str, Sequence[str]] = {}
 
 

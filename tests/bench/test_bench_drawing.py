@@ -50,6 +50,15 @@ def test_plots_stand_beside_each_other_under_one_legend() -> None:
     assert words(six).count("a") == 1
 
 
+def test_long_names_are_within_the_picture() -> None:
+    names = [f"split {n}:2 of 2 GPUs (steps of 2048 tokens)" for n in range(6)]
+    drawn = svg(grid(*(Series(name, [(1, 1)]) for name in names), num_plots=2))
+    root = ElementTree.fromstring(drawn)
+    width = float(root.get("viewBox", "").split()[2])
+    starts = {"".join(one.itertext()): one.get("x", "") for one in root.iter(f"{SPACE}text")}
+    assert max(float(starts[name]) + 4 * len(name) for name in names) < width
+
+
 def test_equal_plots_are_equal_and_others_share_no_identifier() -> None:
     one = svg(grid(Series("a", [(1, 1), (2, 2)])))
     assert one == svg(grid(Series("a", [(1, 1), (2, 2)])))

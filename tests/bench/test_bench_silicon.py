@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs.profile import load
+from banaserve_bench.plan.probe.model_shape import read_experts
 from banaserve_bench.silicon.linear import linear_fit
-from benchmarks.silicon import LinearTimes, RealRequest, RunReplay, errors, read_run
+from benchmarks.silicon import (
+    LinearTimes,
+    RealRequest,
+    RunReplay,
+    errors,
+    kv_tokens,
+    read_run,
+    with_told,
+)
 
 _PROFILE = "llama-3.1-8b-h100"
 _CLOCKS_APART_S = 5000.0
@@ -87,3 +97,40 @@ def test_linear_times_are_found_again_from_steps() -> None:
     assert prefill.pair_s == pytest.approx(profile.prefill.pair_s)
     assert decode.fixed_s == pytest.approx(profile.decode_small.fixed_s)
     assert decode.request_s == pytest.approx(profile.decode_small.request_s)
+
+
+def test_files_beside_run_and_operators_say_what_options_do_not(tmp_path: Path) -> None:
+    (tmp_path / "gpu_meta.yaml").write_text(
+        "gpu: NVIDIA GeForce RTX 4090\nmodel: meta-llama/Llama-3.1-8B\n"
+    )
+    limits = {"max_num_seqs": 128, "max_num_batched_tokens": 2048}
+    (tmp_path / "run_meta.json").write_text(json.dumps({"engine_kwargs": limits}))
+    names = ("model", "gpu_memory", "max_requests", "step_tokens")
+
+    def told(**options: object) -> tuple[object, ...]:
+        paths = {"run": tmp_path / "run.jsonl.zst", "operators": tmp_path / "gpu_tp1"}
+        found = with_told(Namespace(**dict.fromkeys(names), **paths | options))
+        return tuple(getattr(found, name) for name in names)
+
+    assert told() == ("meta-llama/Meta-Llama-3.1-8B", 24_564, 128, 2048)
+    (tmp_path / "run_meta.json").unlink()
+    with pytest.raises(UserError, match="no file says it: give --max-requests"):
+        told()
+
+
+def test_experts_are_those_of_the_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"num_experts": 128, "num_experts_per_tok": 8}))
+    assert read_experts(path) == (128, 8)
+    path.write_text("{}")
+    assert read_experts(path) is None
+
+
+def test_the_kv_cache_has_the_memory_that_weights_leave() -> None:
+    shape = load(_PROFILE).model
+    tokens = kv_tokens(shape, 24_564)
+    weights = 2 * (shape.num_layers * shape.layer_weights + shape.fixed_weights)
+    left = 0.9 * 24_564 * 2**20 - 1.5 * 2**30 - weights
+    assert 0 <= left - tokens * shape.num_layers * shape.layer_token_bytes < 2**20
+    with pytest.raises(UserError, match="leave no KV cache"):
+        kv_tokens(shape, 16_000)

@@ -81,7 +81,7 @@ REFUSED = {
     "a million tiny messages": ({"messages": [HELLO] * 20_000}, 413, "containers"),
     "messages": ({"messages": [HELLO] * 1_025}, 400, "messages"),
     "messages of a batch": ({"messages": [[HELLO] * 600] * 2}, 400, "messages"),
-    "no objects": ({"messages": [1, "a"]}, 400, "messages"),
+    "messages beside a batch": ({"messages": [HELLO, [HELLO] * 1_024]}, 400, "messages"),
     "fields of a message": (
         {"messages": [{**HELLO, **{str(i): 1 for i in range(200)}}]},
         400,
@@ -108,7 +108,7 @@ REFUSED = {
     "bad words": ({"bad_words": ["a"] * 257}, 400, "stops"),
     "n": ({"n": 129}, 400, "n"),
     "n as text": ({"n": "1e9"}, 400, "n"),
-    "best_of": ({"best_of": 10**30}, 400, "n"),
+    "n without a fraction": ({"n": 10**30}, 400, "n"),
     "n of many prompts": ({"n": 100, "prompt": ["a"] * 100}, 400, "sequences"),
     "logprobs": ({"top_logprobs": 2_000}, 400, "logprobs"),
     "n behind spaces": ({"n": " " * 100 + "100000"}, 400, "n"),
@@ -146,14 +146,30 @@ def test_depth_is_bounded_before_anything_recurses() -> None:
         assert refused.value.cause == cause
 
 
-@pytest.mark.parametrize(
-    "body",
-    [b"{", b'{"a": NaN}', b'{"a": "\\ud800"}', '{"a": 1}'.encode("utf-16"), b"\xff", b'{"a" 1}'],
-)
-def test_what_is_no_json_is_refused(body: bytes) -> None:
-    with pytest.raises(BodyRefusedError, match="the body is no JSON") as refused:
-        read_outline(body, BOUNDS)
-    assert refused.value.status == 400
+@pytest.mark.parametrize("body", [b"{", b'{"a" 1}', b'{"a": "\xff"}', b"\xff", b"NaN", b"[1]"])
+def test_what_is_no_object_is_left_to_the_endpoint(body: bytes) -> None:
+    assert read_outline(body, BOUNDS) is None
+
+
+BY_PYTHON = {
+    "NaN": b"NaN",
+    "infinity": b"[-Infinity, 1e400, 1e999]",
+    "half of a pair": b'"\\ud83d"',
+    "half of a pair, as a key": b'{"\\ude00": NaN}',
+    "half of a pair, encoded": b'"\xed\xa0\xbd"',
+    "a large number": b"9" * 400,
+}
+"""Values that Python's reader, and so vLLM, accepts, and other parsers do not."""
+
+
+@pytest.mark.parametrize("value", BY_PYTHON.values(), ids=BY_PYTHON)
+def test_what_only_pythons_reader_accepts_is_bounded_too(value: bytes) -> None:
+    grammar = b'"structured_outputs": {"json": {"minimum": 0.5, "default": %b}}' % value
+    outline = read_outline(b'{"a": %b, %b}' % (value, grammar), BOUNDS)
+    assert outline is not None
+    assert [spec.kind for spec in grammars_of(outline)] == ["json"]
+    with pytest.raises(BodyRefusedError, match="n: 129 are more"):
+        read_outline(b'{"a": %b, "n": 129}' % value, BOUNDS)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +178,7 @@ def test_what_is_no_json_is_refused(body: bytes) -> None:
         {"messages": [HELLO] * 1_000, "n": 4, "stop": ["a"], "logprobs": True, "top_logprobs": 20},
         {"messages": [[HELLO], [HELLO]]},
         {"messages": None, "n": None, "stop": None, "tools": None},
+        {"messages": [1, "a"], "tools": ["a", None], "best_of": 1_000},
         {"prompt": [1] * 1_000_000},
         {"prompt": "{[,:" * 1_000_000},
         {"input": ["a"] * 2_048},
@@ -203,6 +220,8 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
         ({"response_format": {"type": "structural_tag", "format": {}}}, ["structural_tag"]),
         ({"text": {"format": {"type": "json_schema", "schema": SCHEMA}}}, ["json"]),
         ({"text": "a classifier's"}, []),
+        ({"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, ["json"]),
+        ({"output_config": {"effort": "low"}}, []),
         (
             {"tools": [{"function": {"parameters": SCHEMA}}, {"input_schema": {"a": 1}}]},
             ["json"] * 2,
@@ -266,6 +285,22 @@ async def test_an_endpoint_gets_its_body_however_long(padding: int) -> None:
         broken = await client.post("/v1/x", json=[body])
     assert (answer.status_code, answer.json()) == (200, {"keys": ["seed", "text"], "seed": 2**60})
     assert broken.status_code == 422  # by the endpoint
+
+
+@pytest.mark.parametrize("padding", [0, LONG_BYTES])
+async def test_a_body_is_json_if_it_is_for_the_endpoint(padding: int) -> None:
+    bodies = [b'{"seed": 1, "a": %b, "b": "%b"}' % (v, b"x" * padding) for v in BY_PYTHON.values()]
+    bodies.append(
+        b'{"messages": [1, [2], "a"], "input": [3], "tools": [4], "b": "%b"}' % (b"x" * padding)
+    )
+    bodies += ['{"seed": 2, "a": "\ud83d"}'.encode("utf-16", "surrogatepass"), b"{%b" % bodies[0]]
+    headers = {"content-type": "application/json"}
+    async with door(guarded()) as client, door(application()) as plain:
+        for body in bodies:
+            answer = await client.post("/v1/x", content=body, headers=headers)
+            same = await plain.post("/v1/x", content=body, headers=headers)
+            assert (answer.status_code, answer.json()) == (same.status_code, same.json())
+    assert same.status_code == 422
 
 
 async def test_a_long_body_is_parsed_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:

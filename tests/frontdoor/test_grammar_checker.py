@@ -6,6 +6,7 @@ It imports vLLM, which takes seconds, and gives way to all other processes: most
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -33,6 +34,17 @@ EXPLODING = GrammarSpec(
     "grammar", "root ::= " + " | ".join(f'"{"a" * length}"' for length in range(1, 1_500))
 )
 
+MANY = 10**9
+EXPLODING_FOR_GUIDANCE = {
+    "xgrammar refuses it": {"type": "array", "minItems": MANY},
+    "xgrammar is skipped": {
+        "type": "array",
+        "items": {"type": "integer", "multipleOf": 5},
+        "maxItems": MANY,
+    },
+}
+EASY_FOR_XGRAMMAR = GrammarSpec("json", json.dumps({"type": "array", "maxItems": MANY}))
+
 
 @pytest.fixture
 async def checker() -> AsyncIterator[GrammarChecker]:
@@ -56,6 +68,15 @@ async def test_a_grammar_that_takes_too_long_is_cut_off_and_others_are_not(
         await slow
     assert (refused.value.status, refused.value.cause) == (400, "grammar")
     await checker.check(GOOD)
+
+
+@pytest.mark.parametrize("schema", EXPLODING_FOR_GUIDANCE.values(), ids=EXPLODING_FOR_GUIDANCE)
+async def test_a_grammar_is_tried_with_the_backend_that_vllm_uses(
+    checker: GrammarChecker, schema: dict[str, object]
+) -> None:
+    await checker.check([EASY_FOR_XGRAMMAR])  # which would explode for guidance
+    with pytest.raises(BodyRefusedError, match="to compile"):
+        await checker.check([GrammarSpec("json", json.dumps(schema))])
 
 
 @pytest.mark.room

@@ -10,6 +10,7 @@ pytest.importorskip("vllm")
 
 from hypothesis import given
 
+from banaserve.base.text.json_text import as_utf8
 from banaserve.base.types import RequestId
 from banaserve.frontdoor.bodies.bounds import (
     BodyRefusedError,
@@ -29,6 +30,7 @@ BOUNDS = RequestBounds(containers=64, values=128, strings=64, depth=8, fields=16
 @fuzzed
 @given(spoiled("bodies"))
 def test_a_body_is_read_or_refused(body: bytes) -> None:
+    body = as_utf8(body)
     outline, refusal = attempt(lambda: read_outline(body, BOUNDS), BodyRefusedError)
     if isinstance(refusal, BodyRefusedError):
         assert refusal.status in (400, 413)

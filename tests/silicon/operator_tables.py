@@ -30,6 +30,11 @@ def write_operators(folder: Path) -> Path:
     return prefix
 
 
+def write_alphas(prefix: Path, *rows: str) -> None:
+    """Write how unequal contexts cost, beside the files of ``write_operators``."""
+    _write(prefix, "skew_fit", "pc,n_label,skew_rate_label,kv_big_label,kp_label,alpha", [*rows])
+
+
 def _write(prefix: Path, part: str, columns: str, rows: list[str]) -> None:
     path = prefix.with_name(f"{prefix.name}_{part}.csv")
     path.write_text("\n".join([columns, *rows, ""]))

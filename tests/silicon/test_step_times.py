@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from banaserve_bench.silicon.costs import EngineConstants, MeasuredCosts
 from banaserve_bench.silicon.interpolation import Grid
 from banaserve_bench.silicon.operator_files import read_operators
 from banaserve_bench.silicon.step_times import OperatorSums, graph_sizes
-from operator_tables import write_operators
+from operator_tables import write_alphas, write_operators
 
 _LAYERS = 4
 _US = 1e-6
@@ -68,6 +69,42 @@ def test_a_mixed_step_has_measurements_of_its_own(times: OperatorSums) -> None:
     expected_us = _LAYERS * (computed * _PER_TOKEN + attention_us) + computed + 10 * (batch + 1)
     found = times.step_s(tokens, tokens**2, batch, batch * context)
     assert found == pytest.approx(expected_us * _US)
+
+
+def test_unequal_contexts_lie_between_equal_ones_of_the_mean_and_the_largest(
+    tmp_path: Path, times: OperatorSums
+) -> None:
+    prefix = write_operators(tmp_path)
+    write_alphas(
+        prefix,
+        "0,n<=8,sr<=40%,kvB<=1k,kp=0,0.25",
+        "0,n<=8,sr<=40%,kvB>1k,kp=0,-0.5",
+        "0,n<=8,sr>40%,kvB>1k,kp=0,1",
+        "256,n<=8,sr<=40%,kvB<=1k,kp=0,0.5",
+        "256,n<=8,sr<=40%,kvB<=1k,kp<=2k,0.75",
+    )
+    unequal = read_operators(prefix, _LAYERS)
+    # Contexts of 100, 100, 100 and 500 tokens, and ten times as many: a quarter of the way.
+    cases = [
+        ((0, 0, 4, 800), (100, 500, 800), 0.25),
+        ((0, 0, 4, 8000), (1000, 5000, 8000), -0.5),
+        ((200, 200**2, 4, 800), (100, 500, 800), 0.5),
+        ((200, 200 * 1200, 4, 800), (100, 500, 800), 0.75),
+        # A bucket that is not there, and contexts that are equal.
+        ((0, 0, 4, 1700), (100, 500, 1700), 0.0),
+        ((0, 0, 4, 800), (200, 200, 800), 0.0),
+    ]
+    for step, contexts, alpha in cases:
+        equal_s = times.step_s(*step)
+        more_s = times.step_s(*step[:3], step[2] * contexts[1]) - equal_s
+        found_s = unequal.step_s(*step, partial(tuple, contexts))
+        assert found_s == pytest.approx(equal_s + alpha * more_s)
+        assert unequal.step_s(*step) == times.step_s(*step, partial(tuple, contexts)) == equal_s
+    costs = MeasuredCosts(load("llama-3.1-8b-h100"), unequal, None, lambda: (100, 500, 800))
+    first_s, growth_s, _ = costs.decode_run(4, 800)
+    assert first_s == costs.mixed_s(0, 0, 4, 800)[0] > times.step_s(0, 0, 4, 800)
+    # Later, all contexts are longer by as much.
+    assert growth_s == pytest.approx(_LAYERS * 4 * _US)
 
 
 def test_several_prompts_are_never_slower_than_one_of_all_tokens(times: OperatorSums) -> None:
@@ -139,6 +176,7 @@ def test_a_run_of_decode_steps_grows_as_single_steps_do(times: OperatorSums) -> 
         ("attention", "prefill_chunk\n1\n", "line 2: give numbers"),
         ("dense", "layer,tokens,time_us\n", "a grid needs a measured point"),
         ("attention", "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us\n", "needs rows"),
+        ("skew_fit", "pc,n_label\n0,n<=8\n", "gpu_model_tp1_skew_fit.csv: a row lacks"),
     ],
 )
 def test_a_wrong_file_is_one_error(tmp_path: Path, part: str, text: str, error: str) -> None:

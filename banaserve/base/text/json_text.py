@@ -1,9 +1,11 @@
-"""Conversion to UTF-8 of the JSON encodings that Python's reader, and so vLLM, accepts."""
+"""Conversion to strict JSON in UTF-8 of what Python's reader, and so vLLM, accepts as JSON."""
 
 from __future__ import annotations
 
 import codecs
 import json
+
+import msgspec
 
 PIECE_BYTES = 64 * 2**10
 """Number of bytes converted at a time: other threads run only between two pieces."""
@@ -21,12 +23,31 @@ def as_utf8(text: bytes) -> bytes:
     encoding = json.detect_encoding(text)
     if encoding == "utf-8":
         return text
-    decoder = codecs.getincrementaldecoder(encoding)()
+    decoder = codecs.getincrementaldecoder(encoding)("surrogatepass")
+
+    def piece(part: bytes, *, is_last: bool = False) -> bytes:
+        return decoder.decode(part, is_last).encode(errors="surrogatepass")
+
     try:
-        pieces = [
-            decoder.decode(text[begin : begin + PIECE_BYTES]).encode()
-            for begin in range(0, len(text), PIECE_BYTES)
-        ]
-        return b"".join([*pieces, decoder.decode(b"", final=True).encode()])
+        begins = range(0, len(text), PIECE_BYTES)
+        pieces = [piece(text[begin : begin + PIECE_BYTES]) for begin in begins]
+        return b"".join([*pieces, piece(b"", is_last=True)])
     except UnicodeError:
         return text
+
+
+def as_strict(text: bytes) -> bytes:
+    """Return JSON of the same shape that every parser accepts.
+
+    Numbers that JSON does not have become null, and halves of surrogate pairs question marks.
+
+    Raises:
+        ValueError: The text is no JSON for Python's reader either.
+        RecursionError: The text is nested too deeply.
+    """
+    value = json.loads(text)
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        whole = json.dumps(value, ensure_ascii=False).encode(errors="replace")
+        return msgspec.json.encode(json.loads(whole))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import copy
 import functools
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -318,23 +317,16 @@ class BackendsByRequest(StructuredOutputManager):
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
         self._backends: dict[str | None, Any] = {}
-        self._choosing = threading.RLock()
 
     def grammar_init(self, request: Any) -> None:
         if request.structured_output_request is None:
             return
-        name = _backend_name(request)
-        with self._choosing:
-            self.backend = self._backends.get(name)
-            super().grammar_init(request)  # makes the backend where there is none
-            self._backends[name] = self.backend
-
-    def _create_grammar(self, request: Any) -> Any:
-        """Compile on a thread, while ``grammar_init`` may handle other requests."""
+        name = request.sampling_params.structured_outputs._backend
+        # The scheduler's thread and compilations of earlier requests read ``backend`` meanwhile.
         chosen = copy.copy(self)
-        with self._choosing:
-            chosen.backend = self._backends.get(_backend_name(request), self.backend)
-        return StructuredOutputManager._create_grammar(chosen, request)
+        chosen.backend = self._backends.get(name)
+        StructuredOutputManager.grammar_init(chosen, request)  # makes a backend that is missing
+        self.backend = self._backends[name] = chosen.backend
 
     def clear_backend(self) -> None:
         backends = [one for one in self._backends.values() if one is not self.backend]
@@ -342,11 +334,6 @@ class BackendsByRequest(StructuredOutputManager):
         super().clear_backend()
         for one in backends:
             one.destroy()
-
-
-def _backend_name(request: Any) -> str | None:
-    name: str | None = request.sampling_params.structured_outputs._backend
-    return name
 
 
 def install_backends() -> None:

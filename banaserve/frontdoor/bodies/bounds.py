@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from banaserve.base.errors import BanaServeError, UserError
+from banaserve.base.text.json_text import as_strict
 from banaserve.base.text.names import check_known
 
 
@@ -47,7 +48,7 @@ class RequestBounds:
         parts: Elements of all arrays in messages, items or tools, such as content parts.
         elements: Elements of any other array that holds more than whole numbers.
         prompts: Prompts or inputs of one request.
-        sequences: Prompts times ``n`` (or ``best_of``).
+        sequences: Prompts times ``n``.
         stops: Stop strings; also stop token ids and bad words.
         logprobs: ``logprobs``, ``top_logprobs`` and ``prompt_logprobs``.
         logit_bias: Tokens with a bias.
@@ -103,28 +104,39 @@ _text = msgspec.json.Decoder(str).decode
 _MAX_NUMBER_BYTES, _BEYOND = 4096, 2**31
 _COUNTED = ("messages", "input", "tools", "stop", "stop_sequences", "stop_token_ids", "bad_words")
 """Arrays with bounds of their own."""
-_GRAMMARS = ("structured_outputs", "response_format", "text")
+_GRAMMARS = ("structured_outputs", "response_format", "text", "output_config")
+NO_STRICT_JSON = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+"""Errors of msgspec for what is no JSON, or JSON that only Python's reader accepts."""
 
 
 def read_outline(body: bytes, bounds: RequestBounds) -> Outline | None:
     """Return the outline of ``body`` after checking it against ``bounds``.
 
-    None if the body is JSON but no object: the endpoint answers that.
+    None if the body is no JSON, or no object: the endpoint answers that.
 
     Raises:
-        BodyRefusedError: The body exceeds a bound, or is no JSON.
+        BodyRefusedError: The body exceeds a bound.
     """
     _check_shape(body, bounds)
+    if not body.lstrip(b" \t\r\n").startswith(b"{"):
+        return None
     try:
-        if not body.lstrip(b" \t\r\n").startswith(b"{"):
-            msgspec.json.decode(body, type=msgspec.Raw)
-            return None
-        outline = _dict(body)
-        _check_outline(outline, bounds)
-        if _kind(nested := member(outline, "sampling_params")) == "{":
-            _check_outline(_dict(nested), bounds)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise no_json(error) from None
+        body.decode()  # strings that stay raw are not looked into
+        return _checked_outline(body, bounds)
+    except NO_STRICT_JSON:
+        pass
+    try:
+        strict = as_strict(body)
+    except (ValueError, RecursionError):
+        return None
+    return _checked_outline(strict, bounds)
+
+
+def _checked_outline(body: bytes, bounds: RequestBounds) -> Outline:
+    outline = _dict(body)
+    _check_outline(outline, bounds)
+    if _kind(nested := member(outline, "sampling_params")) == "{":
+        _check_outline(_dict(nested), bounds)
     return outline
 
 
@@ -138,19 +150,11 @@ def validation_s(outline: Outline, num_values: int) -> float:
     Args:
         num_values: Number of values in a long body; 0 for a short one.
     """
-    messages = _elements(member(outline, "messages"))
-    if messages and _kind(messages[0]) == "[":
-        messages = [one for chat in messages for one in _elements(chat)]
-    items = [*messages, *(one for one in _elements(member(outline, "input")) if _kind(one) == "{")]
+    given = (*_messages(outline), *_elements(member(outline, "input")))
+    items = [one for one in given if _kind(one) == "{"]
     lists = [one for item in items for one in _dict(item).values() if _kind(one) == "["]
     num_parts = sum(map(_count, lists))
     return _VALUE_S * num_values + _PART_S * num_parts + _MESSAGE_S * len(items)
-
-
-def no_json(error: Exception) -> BodyRefusedError:
-    """Return the refusal of a body for which a parser has raised ``error``."""
-    words = " ".join(str(error).split())[:200] or type(error).__name__
-    return BodyRefusedError(HTTPStatus.BAD_REQUEST, "json", f"the body is no JSON: {words}")
 
 
 def _check_shape(body: bytes, bounds: RequestBounds) -> None:
@@ -182,7 +186,7 @@ def member(outline: Outline, name: str) -> msgspec.Raw:
 
 def _check_outline(outline: Outline, bounds: RequestBounds) -> None:
     _check_arrays(outline, bounds)
-    _check_messages(member(outline, "messages"), bounds)
+    _check_messages(outline, bounds)
     inputs = _check_inputs(member(outline, "input"), bounds)
     prompts = len(_elements(member(outline, "prompt")))
     _limit("prompts", max(prompts, inputs), bounds.prompts)
@@ -193,7 +197,7 @@ def _check_outline(outline: Outline, bounds: RequestBounds) -> None:
     _limit("logit_bias", _count(member(outline, "logit_bias")), bounds.logit_bias)
     for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
         _limit("logprobs", _number(member(outline, name)), bounds.logprobs, name)
-    sequences = max(_number(member(outline, "n")), _number(member(outline, "best_of")), 1)
+    sequences = max(_number(member(outline, "n")), 1)
     _limit("n", sequences, bounds.n)
     _limit("sequences", sequences * max(1, prompts), bounds.sequences)
     for name in _GRAMMARS:
@@ -202,12 +206,15 @@ def _check_outline(outline: Outline, bounds: RequestBounds) -> None:
         _limit("grammar_bytes", num_bytes, bounds.grammar_bytes, name)
 
 
-def _check_messages(raw: msgspec.Raw, bounds: RequestBounds) -> None:
-    messages = _elements(raw)
-    _limit("messages", max(len(messages), _count(raw)), bounds.messages)
-    if messages and all(_kind(one) == "[" for one in messages):  # a batch of chats
-        messages = [one for chat in messages for one in _elements(chat)]
-        _limit("messages", len(messages), bounds.messages)
+def _messages(outline: Outline) -> list[msgspec.Raw]:
+    """Return the messages of a chat, or of all chats of a batch."""
+    chats = _elements(member(outline, "messages"))
+    return [one for chat in chats for one in _elements(chat) or [chat]]
+
+
+def _check_messages(outline: Outline, bounds: RequestBounds) -> None:
+    messages = _messages(outline)
+    _limit("messages", max(len(messages), _count(member(outline, "messages"))), bounds.messages)
     _check_objects("messages", messages, bounds)
 
 
@@ -225,13 +232,10 @@ def _check_inputs(raw: msgspec.Raw, bounds: RequestBounds) -> int:
 def _check_objects(name: str, items: Sequence[msgspec.Raw], bounds: RequestBounds) -> None:
     parts = 0
     for item in items:
-        if _kind(item) != "{":
-            raise BodyRefusedError(
-                HTTPStatus.BAD_REQUEST, "messages", f"{name}: each has to be a JSON object"
-            )
-        members = _dict(item)
-        _limit("fields", len(members), bounds.fields, f"fields of one of {name}")
-        parts += sum(_count(one) for one in members.values() if _kind(one) == "[")
+        if _kind(item) == "{":
+            members = _dict(item)
+            _limit("fields", len(members), bounds.fields, f"fields of one of {name}")
+            parts += sum(_count(one) for one in members.values() if _kind(one) == "[")
     _limit("parts", parts, bounds.parts)
 
 

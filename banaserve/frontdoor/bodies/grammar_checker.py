@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from http import HTTPStatus
 
 import msgspec
 
+from banaserve.engine.compat.front.server import is_beyond_xgrammar
 from banaserve.frontdoor.bodies.bounds import BodyRefusedError, Outline, member
 from banaserve.frontdoor.bodies.grammar_process import (
     STARTED,
@@ -106,7 +108,7 @@ class GrammarChecker:
         return verdict
 
     async def _try(self, spec: GrammarSpec) -> _Verdict:
-        order = msgspec.msgpack.encode(Order(spec, self._limits))
+        order = msgspec.msgpack.encode(Order(spec, self._limits, _skips_xgrammar(spec)))
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 answer = await self._ask(order)
@@ -167,6 +169,15 @@ async def _exchange(control: socket.socket, sent: bytes) -> bytes:
         while part := await loop.sock_recv(ours, 2**16):
             parts.append(part)
     return b"".join(parts)
+
+
+def _skips_xgrammar(spec: GrammarSpec) -> bool:
+    if spec.kind != "json":
+        return False
+    try:
+        return is_beyond_xgrammar(json.loads(spec.text))
+    except Exception:  # vLLM's walk through a malformed schema may raise anything
+        return False
 
 
 _NOTHING = msgspec.Raw()
@@ -275,6 +286,7 @@ _READERS: tuple[tuple[str, Callable[[bytes], list[GrammarSpec]]], ...] = (
     ("structured_outputs", lambda text: _of_structured(_structured(text))),
     ("response_format", _response_format),
     ("text", _of_text),
+    ("output_config", _of_text),
     ("tools", _of_tools),
     ("sampling_params", _of_sampling),
 )

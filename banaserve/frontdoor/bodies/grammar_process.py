@@ -14,6 +14,7 @@ import resource
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,10 +56,15 @@ class GrammarLimits(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """A grammar to compile."""
+    """A grammar to compile.
+
+    Attributes:
+        skips_xgrammar: True if vLLM gives the grammar to guidance without trying xgrammar.
+    """
 
     spec: GrammarSpec
     limits: GrammarLimits
+    skips_xgrammar: bool = False
 
 
 class Compiled(msgspec.Struct, frozen=True):
@@ -74,6 +80,7 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended forks leave nothing behind
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     grammar_library = importlib.import_module("xgrammar")
+    importlib.import_module("llguidance")
     vocabulary: Any = None
     while (pair := _next(control)) is not None:
         if vocabulary is None:
@@ -115,7 +122,13 @@ def _compile_and_exit(library: Any, vocabulary: Any, pair: socket.socket) -> Non
         pair.sendall(STARTED)
         order = msgspec.msgpack.decode(pair.makefile("rb").read(), type=Order)
         _limit(order.limits)
-        answer = Compiled(_error_of(library, vocabulary, order.spec))
+        compiler = library.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
+        error = "skipped"
+        if not order.skips_xgrammar:
+            error = _error_of(_compile, compiler, order.spec)
+        if error:  # vLLM tries guidance next
+            error = _error_of(_validate, importlib.import_module("llguidance"), order.spec)
+        answer = Compiled(error)
         pair.sendall(msgspec.msgpack.encode(answer))
         status = 0
     finally:
@@ -130,15 +143,14 @@ def _limit(limits: GrammarLimits) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _error_of(library: Any, vocabulary: Any, spec: GrammarSpec) -> str:
+def _error_of(attempt: Callable[[Any, GrammarSpec], None], tool: Any, spec: GrammarSpec) -> str:
     """Return the error in a grammar; empty if there is none.
 
     Raises:
         MemoryError: Compiling the grammar needs more memory than allowed.
     """
-    compiler = library.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
     try:
-        _compile(library, compiler, spec)
+        attempt(tool, spec)
     except MemoryError:
         raise
     except Exception as error:
@@ -148,7 +160,7 @@ def _error_of(library: Any, vocabulary: Any, spec: GrammarSpec) -> str:
     return ""
 
 
-def _compile(library: Any, compiler: Any, spec: GrammarSpec) -> None:
+def _compile(compiler: Any, spec: GrammarSpec) -> None:
     if spec.kind == "json":
         compiler.compile_json_schema(spec.text)
     elif spec.kind == "regex":
@@ -172,6 +184,22 @@ def _compile_tag(compiler: Any, text: str) -> None:
         return
     for structure in tag["structures"]:
         compiler.compile_json_schema(msgspec.json.encode(structure["schema"]).decode())
+
+
+def _validate(library: Any, spec: GrammarSpec) -> None:
+    """Build a grammar as guidance does; as vLLM, of a structural tag its schemas."""
+    texts = [spec.text]
+    if spec.kind == "structural_tag":
+        structures = msgspec.json.decode(spec.text)["structures"]
+        texts = [msgspec.json.encode(one["schema"]).decode() for one in structures]
+    matcher = library.LLMatcher
+    for text in texts:
+        if spec.kind in ("json", "structural_tag"):
+            made = matcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": True})
+        else:
+            made = library.grammar_from(spec.kind, text)
+        if error := matcher.validate_grammar(made, None):
+            raise ValueError(error)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ Endpoints use the body that has been parsed (``take_parsed_bodies``).
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
@@ -22,11 +24,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from banaserve.base.text.json_text import as_utf8
 from banaserve.frontdoor.bodies.bounds import (
+    NO_STRICT_JSON,
     BodyRefusedError,
     Outline,
     RequestBounds,
     measure,
-    no_json,
     read_outline,
     validation_s,
 )
@@ -128,9 +130,11 @@ class BodyGuard:
             )
         self._held_object_bytes += object_bytes
         held.object_bytes = object_bytes
-        found, scope[PARSED] = await loop.run_in_executor(
+        found, parsed = await loop.run_in_executor(
             self._threads, _parse, body, self._bounds, shape.values
         )
+        if parsed is not None:
+            scope[PARSED] = parsed
         return found
 
 
@@ -149,12 +153,13 @@ def _found(outline: Outline | None, num_values: int) -> tuple[list[GrammarSpec],
 def _parse(
     body: bytes, bounds: RequestBounds, num_values: int
 ) -> tuple[tuple[list[GrammarSpec], float], Any]:
-    outline = read_outline(body, bounds)
-    try:
-        parsed = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise no_json(error) from None
-    return _found(outline, num_values), parsed
+    """Return what ``_found`` finds in a long body, and its objects; None if it is no JSON."""
+    found = _found(read_outline(body, bounds), num_values)
+    with contextlib.suppress(*NO_STRICT_JSON):
+        return found, msgspec.json.decode(body)
+    with contextlib.suppress(ValueError, RecursionError):
+        return found, json.loads(body)
+    return found, None
 
 
 async def _whole(receive: Receive) -> bytes | None:

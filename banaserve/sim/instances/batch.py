@@ -7,6 +7,7 @@ tokens when it is admitted, so that it never waits half computed.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,6 +56,8 @@ class SimBatch:
         self.num_preemptions = 0
         self._fetch = fetch
         self._context = 0
+        # Contexts of decoding requests, ascending, less the steps done: all grow alike.
+        self._lengths: list[int] = []
         self._steps_done = 0
         self._ends: list[tuple[int, int, SimRequest]] = []
         self._chunks: list[tuple[SimRequest, int]] = []
@@ -172,6 +175,7 @@ class SimBatch:
         request.end_step = self._steps_done + request.output_tokens - request.generated
         self.decoding[request.id] = request
         self._context += request.kv_tokens
+        insort(self._lengths, request.kv_tokens - self._steps_done)
         heapq.heappush(self._ends, (request.end_step, request.id, request))
 
     def _settle(self, request: SimRequest) -> None:
@@ -180,6 +184,11 @@ class SimBatch:
         request.generated += steps
         request.kv_tokens += steps
         request.joined_step = self._steps_done
+
+    def contexts(self) -> tuple[int, int, int]:
+        """Return the least and the largest context of the decoding requests, and the sum of all."""
+        done = self._steps_done
+        return self._lengths[0] + done, self._lengths[-1] + done, self._context
 
     def generated_by(self, request: SimRequest) -> int:
         """Return the tokens that ``request`` has generated up to the last finished step."""
@@ -190,6 +199,7 @@ class SimBatch:
     def _leave(self, request: SimRequest) -> None:
         del self.decoding[request.id]
         self._context -= request.kv_tokens
+        del self._lengths[bisect_left(self._lengths, request.kv_tokens - self._steps_done)]
         self.used_tokens -= request.kv_tokens
 
     def _take_leaving(self) -> list[SimRequest]:
@@ -246,7 +256,7 @@ class SimBatch:
             lost.append(request)
         for table in (self.waiting, self.prefilling, self.loading, self.decoding):
             table.clear()
-        for entries in (self._ends, self._joining, self._leaving, self._chunks):
+        for entries in (self._ends, self._joining, self._leaving, self._chunks, self._lengths):
             entries.clear()
         self.used_tokens = self._context = self._fetched_tokens = 0
         return sorted(lost, key=lambda request: request.id)
@@ -256,7 +266,8 @@ class SimBatch:
 
         KV that is kept for other engines is in no table, so the used tokens may be more.
         """
-        held = sum(r.kv_tokens + self._steps_done - r.joined_step for r in self.decoding.values())
+        assert self._lengths == sorted(r.kv_tokens - r.joined_step for r in self.decoding.values())
+        held = sum(self._lengths) + len(self._lengths) * self._steps_done
         assert held == self._context
         held += sum(r.kv_tokens for r in [*self.loading.values(), *self._joining])
         held += sum(r.computed + r.to_compute for r in self.prefilling)

@@ -71,7 +71,7 @@ class PlanOptions(ConfirmOptions, AskedSystem):
         f"GPUs in all, with --model ({DEFAULT_GPUS})", None, int, rule=AT_LEAST_1
     )
     link_gb_per_s: float | None = option(
-        "bandwidth between instances in GB/s, for each GPU (that of its usual network)",
+        "bandwidth between instances, for each GPU (that of its usual network)",
         None,
         float,
         name="--link",

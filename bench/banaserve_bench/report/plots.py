@@ -67,6 +67,8 @@ _MARKS = "osD^vPX*"
 _PANEL_IN = (3.3, 2.5)
 _TWO_PANELS_IN = (4.9, 2.2)
 _LEGEND_ROW_IN = 0.24
+_LEGEND_MARK_IN = 0.8
+_LEGEND_CHAR_IN = 0.065
 Point = tuple[float, float]
 
 _LATENCIES = {
@@ -265,7 +267,8 @@ def _document(grid: PlotGrid) -> str:
     rows = -(-len(grid.plots) // columns)
     names = list(dict.fromkeys(one.name for plot in grid.plots for one in _drawn(plot)))
     width, height = _TWO_PANELS_IN if grid.num_columns < 3 else _PANEL_IN
-    legend_columns = max(1, min(len(names), int(width * columns / 1.9)))
+    entry_in = _LEGEND_MARK_IN + _LEGEND_CHAR_IN * max(map(len, names), default=0)
+    legend_columns = max(1, min(len(names), int(width * columns / entry_in)))
     legend_rows = -(-len(names) // legend_columns)
     size = (width * columns, height * rows + _LEGEND_ROW_IN * legend_rows)
     figure = Figure(figsize=size, layout="constrained", facecolor=LIGHT.background)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from banaserve.base.errors import UserError
+from banaserve_bench.silicon.attention import Contexts
 
 PACKAGE_MISSING = (
     "step times of aiconfigurator need its package: pip install 'banaserve-bench[plan]'"
@@ -21,8 +22,9 @@ class AiconfiguratorTimes:
     """Step times of one engine (``GpuStepTimes``), from operators of aiconfigurator-core.
 
     Attention of a mixed step is the sum of its parts, since the package has no measurements of
-    kernels that compute both at once. Data-parallel groups step together; a step's prompts and
-    requests are spread over them evenly, so that it takes as long as the group with most of them.
+    kernels that compute both at once, nor of unequal contexts. Data-parallel groups step together;
+    a step's prompts and requests are spread over them evenly, so that it takes as long as the group
+    with most of them.
 
     Args:
         model: Folder with a config.json, or a name whose config.json the package brings.
@@ -75,7 +77,9 @@ class AiconfiguratorTimes:
             told = " ".join(str(error).split())[:MOST_CHARS]
             raise UserError(f"no step times of {model} on {system}: {told}") from error
 
-    def step_s(self, tokens: int, pairs: int, batch: int, context: int) -> float:
+    def step_s(
+        self, tokens: int, pairs: int, batch: int, context: int, contexts: Contexts | None = None
+    ) -> float:
         """Return the GPU's time of one step; see ``GpuStepTimes``."""
         engine = self._engine
         each = max(1, round(context / batch)) if batch else 0

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.orchestrator.control.costs.steps import StepCosts
+from banaserve_bench.silicon.attention import Contexts
 from banaserve_bench.silicon.step_times import GpuStepTimes
 
 _SLOPE_STEPS = 16
@@ -39,14 +40,22 @@ class MeasuredCosts(StepCosts):
     """Step times of one engine from measured operators.
 
     ``coefficients`` remain those of the profile, since policies that learn need linear ones.
+
+    Args:
+        contexts: Contexts of the requests that decode in the engine; None if they count as equal.
     """
 
-    __slots__ = ("_constants", "_least_s", "_times")
+    __slots__ = ("_constants", "_contexts", "_least_s", "_times")
 
     def __init__(
-        self, profile: Profile, times: GpuStepTimes, constants: EngineConstants | None = None
+        self,
+        profile: Profile,
+        times: GpuStepTimes,
+        constants: EngineConstants | None = None,
+        contexts: Contexts | None = None,
     ) -> None:
         super().__init__(profile)
+        self._contexts = contexts
         self._times, self._constants = times, constants or EngineConstants()
         self._least_s = (times.step_s(0, 0, 1, 1), times.step_s(1, 1, 0, 0))
 
@@ -56,7 +65,7 @@ class MeasuredCosts(StepCosts):
         The part that does not grow is the time of a step with one token, or with one request.
         """
         known = self._constants
-        gpu_s = self._times.step_s(tokens, pairs, batch, context)
+        gpu_s = self._times.step_s(tokens, pairs, batch, context, self._contexts)
         of_gpu = known.prompt_factor if tokens else known.decode_factor
         launch_s = known.launch_s if tokens else 0.0
         of_requests_s = batch * known.host_request_s

@@ -17,5 +17,5 @@ def install(
     for cell in cluster.cells:
         for instance in cell.instances.values():
             engine = instance.engine
-            engine.costs = MeasuredCosts(profile, times, constants)
+            engine.costs = MeasuredCosts(profile, times, constants, engine.contexts)
             engine.limits = replace(engine.limits, plans_ahead=constants.steps_in_flight > 1)

@@ -1,4 +1,4 @@
-"""Piecewise linear interpolation over measured points."""
+"""Piecewise linear interpolation over measured points, and values of buckets."""
 
 from __future__ import annotations
 
@@ -43,3 +43,26 @@ class Grid:
         lower_value = lower(*rest) if isinstance(lower, Grid) else lower
         weight = (at - points[above - 1]) / (points[above] - points[above - 1])
         return lower_value + weight * (upper_value - lower_value)
+
+
+class Buckets:
+    """Values by the upper bound of a bucket in each coordinate; 0 in a bucket without a value.
+
+    Args:
+        rows: Upper bounds of each bucket, then the bucket's value.
+    """
+
+    __slots__ = ("_bounds", "_values")
+
+    def __init__(self, rows: Iterable[tuple[float, ...]]) -> None:
+        found = {tuple(bounds): value for *bounds, value in rows}
+        # Without the last bound, all that is above it is in the last bucket, too.
+        self._bounds = [sorted(set(column))[:-1] for column in zip(*found, strict=True)]
+        self._values = {self._place(bounds): value for bounds, value in found.items()}
+
+    def __call__(self, *at: float) -> float:
+        return self._values.get(self._place(at), 0.0)
+
+    def _place(self, at: tuple[float, ...]) -> tuple[int, ...]:
+        bounds = zip(self._bounds, at, strict=True)
+        return tuple([bisect_left(known, one) for known, one in bounds])

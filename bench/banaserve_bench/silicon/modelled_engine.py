@@ -125,6 +125,18 @@ def model_folder(model: str) -> str:
     )
 
 
+def config_file(model: str) -> Path:
+    """Return the config.json of a model, as ``model_folder`` finds it.
+
+    Raises:
+        UserError: The model is neither here nor among the package's.
+    """
+    folder = model_folder(model)
+    of_package = {one.name: one for one in _configs()}
+    known = of_package.get(f"{folder.replace('/', '--')}_config.json")
+    return known or Path(folder) / "config.json"
+
+
 class _Shape(NamedTuple):
     """Dimensions that a config.json states."""
 

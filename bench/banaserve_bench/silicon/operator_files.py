@@ -2,8 +2,9 @@
 
 ``PREFIX_dense.csv``: microseconds by layer and tokens; ``PREFIX_per_sequence.csv``: by layer and
 sequences; ``PREFIX_attention.csv``: by chunk, its computed tokens, decoding requests and the
-context of each; ``PREFIX_moe.csv``, of models with experts: by tokens and experts in use. Each may
-have ``.zst`` at its end.
+context of each; ``PREFIX_moe.csv``, of models with experts: by tokens and experts in use;
+``PREFIX_skew_fit.csv``, if it is there: the cost of unequal contexts, by bucket. Each may have
+``.zst`` at its end.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from __future__ import annotations
 import csv
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 
 from banaserve.base.errors import UserError
 from banaserve.base.text.records import unpacked
 from banaserve_bench.silicon.attention import AttentionRow, AttentionTable
-from banaserve_bench.silicon.interpolation import Grid
+from banaserve_bench.silicon.interpolation import Buckets, Grid
 from banaserve_bench.silicon.step_times import Experts, OperatorSums
 
 _ONCE = ("embedding", "final_layernorm")
@@ -32,6 +33,7 @@ _IN_LAYER = {
     "down_proj": 1,
 }
 _SAMPLED = ("lm_head", "sampler")
+_LABELS = ("n_label", "skew_rate_label", "kv_big_label", "kp_label")
 _ATTENTION = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
 
 
@@ -50,12 +52,17 @@ def read_operators(
         UserError: A file is missing, has a wrong line or lacks a layer; the message names it.
     """
     dense = _by_layer(prefix, "dense", "tokens", {*_ONCE, *_IN_LAYER})
+    if experts is None and dense and "down_proj" not in dense:
+        raise UserError(f"{prefix} is of a model with experts: give that model")
     sequences = _by_layer(prefix, "per_sequence", "sequences", set(_SAMPLED))
     rows = _table(prefix, "attention", (*_ATTENTION, "time_us"))
     try:
         attention = AttentionTable(
-            AttentionRow(int(chunk), int(computed), int(requests), int(context), time_us / 1e6)
-            for chunk, computed, requests, context, time_us in rows
+            (
+                AttentionRow(int(chunk), int(computed), int(requests), int(context), time_us / 1e6)
+                for chunk, computed, requests, context, time_us in rows
+            ),
+            _alphas(prefix),
         )
         return OperatorSums(
             num_layers,
@@ -68,6 +75,32 @@ def read_operators(
         )
     except ValueError as error:
         raise UserError(f"{prefix}: {error}") from error
+
+
+def _alphas(prefix: Path) -> Buckets | None:
+    """Return how unequal contexts cost; None if the prefix has no file of it, or an empty one."""
+    path = _path(prefix, "skew_fit")
+    if not path.exists():
+        return None
+    _, table = _rows(prefix, "skew_fit")
+    try:
+        rows = [
+            (float(row["pc"]), *(_bound(row[label]) for label in _LABELS), float(row["alpha"]))
+            for _, row in table
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{path}: a row lacks a number or the bound of a bucket: {error}"
+        ) from error
+    return Buckets(rows) if rows else None
+
+
+def _bound(label: str) -> float:
+    """Return the upper bound that a label such as ``sr<=5%``, ``kvB<=4k`` or ``kp>8k`` states."""
+    if ">" in label:
+        return inf
+    number = label.partition("=")[2]
+    return float(number.rstrip("%k")) * {"%": 0.01, "k": 1024}.get(number[-1:], 1)
 
 
 def _experts(prefix: Path, num_experts: int, experts_per_token: int) -> Experts:
@@ -107,14 +140,17 @@ def _table(prefix: Path, part: str, columns: Sequence[str]) -> list[tuple[float,
 
 
 def _rows(prefix: Path, part: str) -> tuple[Path, Iterable[tuple[int, dict[str, str]]]]:
-    path = prefix.with_name(f"{prefix.name}_{part}.csv")
-    if not path.exists():
-        path = path.with_name(f"{path.name}.zst")
+    path = _path(prefix, part)
     try:
         lines = unpacked(path).decode().splitlines()
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is no text: {error.reason}") from error
     return path, enumerate(csv.DictReader(lines), start=2)
+
+
+def _path(prefix: Path, part: str) -> Path:
+    path = prefix.with_name(f"{prefix.name}_{part}.csv")
+    return path if path.exists() else path.with_name(f"{path.name}.zst")
 
 
 def _numbers(

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from banaserve_bench.silicon.attention import AttentionTable
+from banaserve_bench.silicon.attention import AttentionTable, Contexts
 from banaserve_bench.silicon.interpolation import Grid
 
 
 class GpuStepTimes(Protocol):
     """Source of the times that a GPU takes for steps, without the CPU's work between steps."""
 
-    def step_s(self, tokens: int, pairs: int, batch: int, context: int) -> float:
+    def step_s(
+        self, tokens: int, pairs: int, batch: int, context: int, contexts: Contexts | None = None
+    ) -> float:
         """Return the GPU's time of one step, in seconds.
 
         Args:
@@ -22,6 +24,7 @@ class GpuStepTimes(Protocol):
             pairs: Sum of c (c + 2 h) over all chunks of c tokens after h computed ones.
             batch: Number of requests that decode.
             context: Tokens of these requests, together.
+            contexts: Contexts of these requests; None if they count as equal.
         """
         ...
 
@@ -66,10 +69,13 @@ class OperatorSums:
     experts: Experts | None = None
     graph_sizes: Sequence[int] = ()
 
-    def step_s(self, tokens: int, pairs: int, batch: int, context: int) -> float:
+    def step_s(
+        self, tokens: int, pairs: int, batch: int, context: int, contexts: Contexts | None = None
+    ) -> float:
         """Return the GPU's time of one step; see ``GpuStepTimes``."""
         computed = tokens + batch if tokens else self._padded(batch)
-        layer_s = self.layer(computed) + self.attention.step_s(tokens, pairs, batch, context)
+        layer_s = self.layer(computed)
+        layer_s += self.attention.step_s(tokens, pairs, batch, context, contexts)
         if self.experts is not None:
             layer_s += self.experts.layer_s(computed)
         # One prompt of a step with prompt tokens is taken to end in it and to get a token.

@@ -117,6 +117,13 @@ def xgrammar_vocabulary(config: VllmConfig) -> str:
     return str(made.serialize_json())
 
 
+def is_beyond_xgrammar(schema: Any) -> bool:
+    """Return whether vLLM does not give a JSON schema to xgrammar, but to guidance."""
+    from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
+
+    return bool(has_xgrammar_unsupported_json_features(schema))
+
+
 def keep_alive_s() -> int:
     """Return the seconds for which vLLM's server keeps an idle connection."""
     seconds: int = envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs.profile import ModelSection
@@ -14,12 +14,29 @@ _ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _MOST = 10**9
 
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+Found = TypeVar("Found")
+
+
 def read_shape(path: Path) -> ModelSection:
     """Return the shape of the model whose folder or config.json is ``path``.
 
     Raises:
         UserError: The file cannot be read, or has no shape of a decoder with K and V of all heads.
     """
+    return _of_config(path, _shape)
+
+
+def read_experts(path: Path) -> tuple[int, int] | None:
+    """Return the number of experts of a layer, and of those that a token uses; None if dense.
+
+    Raises:
+        UserError: As ``read_shape``.
+    """
+    return _of_config(path, _experts)
+
+
+def _of_config(path: Path, find: Callable[[Mapping[str, Any]], Found]) -> Found:
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_bytes())
@@ -34,7 +51,7 @@ def read_shape(path: Path) -> ModelSection:
     if "kv_lora_rank" in config:
         raise UserError(f"{file}: latent attention (MLA) has no KV heads, which a profile needs")
     try:
-        return _shape(config)
+        return find(config)
     except (KeyError, ValueError) as error:
         raise UserError(f"{file} has no shape of a decoder that a profile can have: {error}") from (
             error
@@ -64,14 +81,22 @@ def _shape(config: Mapping[str, Any]) -> ModelSection:
 
 def _feed_forward(config: Mapping[str, Any], hidden: int) -> int:
     """Return the number of parameters of a layer's feed-forward network, with all its experts."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next((_number(config, name) for name in names if config.get(name)), 1)
     if "ffn_dim" in config:
         return 2 * hidden * _number(config, "ffn_dim")
     width = _number(config, "intermediate_size")
+    experts = _num_experts(config)
     if experts > 1:
         width = _number(config, "moe_intermediate_size", usual=width)
     return experts * 3 * hidden * width
+
+
+def _experts(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    experts = _num_experts(config)
+    return (experts, _number(config, "num_experts_per_tok")) if experts > 1 else None
+
+
+def _num_experts(config: Mapping[str, Any]) -> int:
+    return next((_number(config, name) for name in _EXPERTS if config.get(name)), 1)
 
 
 def _number(config: Mapping[str, Any], key: str, usual: int | None = None) -> int:
