@@ -1,5 +1,6 @@
 #include "prefix_tree_bindings.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <string_view>
 #include <vector>
@@ -40,14 +41,19 @@ class NamedTree {
     names_[*number] = target;
   }
 
-  nb::dict match(const nb::bytes& prompt) {
+  nb::dict match(const nb::bytes& prompt, double tokens_per_unit) {
+    require(tokens_per_unit >= 0, "tokens_per_unit is negative");
+    constexpr double most = 1e15;  // whole as a double, and as a size
     matched_ = prompt;
     nb::dict matched;
     std::size_t last = 0;
-    nb::object units;  // of all targets that have as many
+    nb::object tokens;  // of all targets that have as many
     for (const auto& [target, num_units] : tree_.match(view(prompt))) {
-      if (num_units != last) units = nb::int_(last = num_units);
-      matched[names_[target]] = units;
+      const auto num_tokens = static_cast<std::size_t>(
+          std::min(most, static_cast<double>(num_units) * tokens_per_unit));
+      if (num_tokens == 0) continue;
+      if (num_tokens != last) tokens = nb::int_(last = num_tokens);
+      matched[names_[target]] = tokens;
     }
     return matched;
   }
@@ -93,7 +99,7 @@ void bind_prefix_tree(nb::module_& module) {
       .def("__init__", &make, "unit_bytes"_a, "max_target_bytes"_a, "max_bytes"_a,
            "is_fifo"_a = false)
       .def("add", &NamedTree::add, "prompt"_a, "target"_a)
-      .def("match", &NamedTree::match, "prompt"_a)
+      .def("match", &NamedTree::match, "prompt"_a, "tokens_per_unit"_a = 1.0)
       .def("trim", &NamedTree::trim, "prompt"_a, "target"_a, "num_units"_a)
       .def("forget", &NamedTree::forget, "target"_a)
       .def("dump", &NamedTree::dump)

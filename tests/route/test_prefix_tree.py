@@ -66,6 +66,8 @@ class Trees(RuleBasedStateMachine):
         self.matched = prompt
         matched = self.reference.match(prompt)
         assert self.native.match(prompt) == matched
+        tokens = {target: int(0.3 * units) for target, units in matched.items()}
+        assert self.native.match(prompt, 0.3) == {key: n for key, n in tokens.items() if n}
         for target in TARGETS:
             longest = max(
                 (shared_units(prompt, one, self.unit_bytes) for one in self.recorded[target]),
@@ -193,6 +195,8 @@ def test_names_that_come_and_go_leave_nothing():
     assert tree.match(b"prompt") == {A: 6}
 
 
-def test_units_of_an_odd_size_are_refused():
+def test_units_of_an_odd_size_and_negative_tokens_are_refused():
     with pytest.raises(ValueError, match="unit_bytes"):
         NativeTree(3, 1, 1)
+    with pytest.raises(ValueError, match="tokens_per_unit"):
+        NativeTree(4, 1, 1).match(b"abcd", -1.0)

@@ -43,8 +43,11 @@ class PrefixTree(Protocol):
         """Record that ``target`` has ``prompt``, truncated to the target's bound."""
         ...
 
-    def match(self, prompt: bytes) -> dict[ReplicaId, int]:
-        """Return how many leading units of ``prompt`` each target has, without zeros."""
+    def match(self, prompt: bytes, tokens_per_unit: float = 1.0) -> dict[ReplicaId, int]:
+        """Return how many leading tokens of ``prompt`` each target has, whole ones without zeros.
+
+        Without ``tokens_per_unit``, units are counted.
+        """
         ...
 
     def trim(self, prompt: bytes, target: ReplicaId, num_units: int) -> None:

@@ -69,15 +69,7 @@ class TreePolicy(Policy):
     def _estimated(self, request: Request) -> dict[ReplicaId, int]:
         """Return the hits by the prompts that were sent before, without zeros."""
         num_units = len(request.prompt) // self.unit_bytes
-        if not num_units:
-            return {}
-        matched = self.tree.match(request.prompt)
-        if num_units == request.num_tokens:
-            return matched
-        share = request.num_tokens / num_units
-        return {
-            target: tokens for target, units in matched.items() if (tokens := int(units * share))
-        }
+        return self.tree.match(request.prompt, request.num_tokens / num_units) if num_units else {}
 
     def longest_hit(
         self, candidates: Sequence[ReplicaView], hits: dict[ReplicaId, int]
