@@ -6,11 +6,10 @@ from random import Random
 
 import pytest
 
-from banaserve._native import request_costs
+from banaserve._native import Line, request_costs
 from banaserve.base.types import RequestId
 from banaserve_route.policies.fleet import Fleet, Report
 from banaserve_route.policies.interface import Flight, ReplicaId, Request, RoutingReason
-from banaserve_route.policies.line import Line
 from banaserve_route.policies.predicted_latency import PredictedLatency
 from fleets import Views, fleet_of
 

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from banaserve._native import request_costs
+from banaserve._native import Line, request_costs
 from banaserve_route.policies.interface import (
     FleetView,
     Flight,
@@ -36,7 +36,6 @@ from banaserve_route.policies.interface import (
     RoutingDecision,
     RoutingReason,
 )
-from banaserve_route.policies.line import Line
 from banaserve_route.policies.policy import check_range
 from banaserve_route.policies.prefixes.tree_policy import TreeOptions, TreePolicy
 from banaserve_route.policies.registry import register

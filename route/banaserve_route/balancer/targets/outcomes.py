@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
+from banaserve._native import Line
 from banaserve_route.policies.interface import Flight
-from banaserve_route.policies.line import Line
 
 _ASSUMED_MS = 0.05
 """Time of a prompt token before any is measured, as in ``predicted_latency``."""

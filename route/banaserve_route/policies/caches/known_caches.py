@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
+from banaserve._native import Line
 from banaserve_route.policies.caches.cache_view import CacheView
 from banaserve_route.policies.interface import Flight, KnownHit, ReplicaId, Request
-from banaserve_route.policies.line import Line
 
 _LEARNING = 0.1
 _DISTRUSTED_BELOW, _TRUSTED_ABOVE = 0.5, 0.8
