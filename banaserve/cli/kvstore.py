@@ -72,14 +72,16 @@ def check(
     return 0 if report.is_clean else 1
 
 
-def clear(socket_path: Path = socket_option()) -> None:
-    """Drop every block that is not in use, from memory and tiers."""
+def clear(socket_path: Path = socket_option()) -> int:
+    """Drop every block that is not in use, from memory and tiers; exit with 1 if some are left."""
     with _asking():
         cleared, stats = clear_store(socket_path), fetch_stats(socket_path)
     from_tiers = cleared.num_dropped_from_tiers
     print(f"dropped {cleared.num_dropped} blocks from memory, {from_tiers} from tiers")
-    for line in still_held(stats):
+    left = still_held(stats)
+    for line in left:
         print(f"not empty: {line}")
+    return 1 if left else 0
 
 
 @contextlib.contextmanager

@@ -238,6 +238,7 @@ _TAKEN: Sequence[tuple[str, Callable[[Any], bool], str]] = (
     ("--api-server-count", _is_many, _ONE_SERVER),
     ("--data-parallel-size", _is_many, _ONE_ENGINE),
     ("--nnodes", _is_many, "all engines run on this machine"),
+    ("--enable-fault-tolerance", bool, "banaserve starts failed engines again: leave it out"),
     (
         "--mm-processor-cache-gb",
         bool,

@@ -13,6 +13,7 @@ from http import HTTPStatus
 from time import monotonic
 from typing import Any
 
+import msgspec
 import uvicorn
 from fastapi import FastAPI
 from prometheus_client import Counter, Gauge
@@ -52,6 +53,7 @@ _MAX_HELD_BYTES = 2**30
 """Maximum size of all bodies together: 512 bodies of the maximum length would exceed the memory
 of many machines."""
 _HANDSHAKE_S = 1.0
+_ABORT = "/abort_requests"
 logger = logging.getLogger(__name__)
 
 
@@ -68,12 +70,15 @@ async def make_app(
     tasks = await client.get_supported_tasks()
     app = vllm_app(args, tasks, client.model_config)
     await server.bind_engines(app, args, client, tasks)
-    app.router.routes[:0] = [
+    own = [
         Route("/ready", _ready(cluster)),
         Route("/version", _version),
         Route("/metrics", metrics.answer),
         Route("/scale_elastic_ep", _no_scaling, methods=["POST"]),
     ]
+    if any(getattr(one, "path", "") == _ABORT for one in app.routes):  # vLLM's development mode
+        own.append(Route(_ABORT, _abort_requests(client), methods=["POST"]))
+    app.router.routes[:0] = own
     # Around the whole application: vLLM's own list of middleware can no longer be changed.
     return CallTimes(guarded(app, config, grammars), client.tracer)
 
@@ -117,6 +122,28 @@ async def _no_scaling(_: Request) -> Response:
     return error_response(
         HTTPStatus.NOT_IMPLEMENTED, "the number of instances is changed with `banaserve scale`"
     )
+
+
+def _abort_requests(client: DisaggregatedClient) -> Endpoint:
+    """Return the endpoint in place of vLLM's, which aborts all requests of one engine only."""
+
+    async def abort(request: Request) -> Response:
+        try:
+            asked = msgspec.json.decode(await request.body(), type=_Abort).request_ids
+        except msgspec.DecodeError as wrong:
+            return error_response(HTTPStatus.BAD_REQUEST, str(wrong))
+        known = client.request_ids()
+        ids = known.intersection([asked] if isinstance(asked, str) else asked) if asked else known
+        await client.abort(ids)
+        return JSONResponse({"status": "aborted", "aborted": len(ids)})
+
+    return abort
+
+
+class _Abort(msgspec.Struct):
+    """Body of a call that aborts requests: their ids, or none for all requests."""
+
+    request_ids: list[str] | str | None = None
 
 
 _TICK_S, _TICKS_A_SWEEP = 0.1, 5

@@ -35,6 +35,7 @@ def run_engine_core(config: VllmConfig, instance_id: str, handshake_address: str
     _keep_files_in(Path(handshake_address.removeprefix("ipc://")).parent)
     compat.install_utilities()
     compat.install_prompt_ending()
+    compat.install_output_guard()
     compat.install_continuation()
     compat.install_backends()
     install_states()

@@ -35,6 +35,7 @@ from banaserve.contracts.rpc.typed_rpc import call
 from banaserve.engine.compat.config import VllmConfig, own_budget
 from banaserve.engine.compat.engine import EngineDeadError
 from banaserve.engine.compat.front.server import get_span_exporter
+from banaserve.engine.compat.requests import GracefulHTTPError
 from banaserve.frontdoor.admin.app import AdminMiddleware, Traces
 from banaserve.frontdoor.admin.control import Control
 from banaserve.frontdoor.admin.live import LivePage
@@ -67,6 +68,7 @@ from banaserve.serving.client import DisaggregatedClient
 from banaserve.serving.instances.cluster import Cluster
 from banaserve.serving.instances.factory import InstanceFactory
 from banaserve.serving.instances.instance import Instance
+from banaserve.serving.instances.lasting_calls import LastingCalls
 from banaserve.serving.instances.probe import ClusterTimeouts
 from banaserve.serving.launch.engine_settings import Budgets, EngineSettings, RoleEngine
 from banaserve.serving.launch.launcher import Launcher
@@ -163,7 +165,7 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[str], None]) -> None:
         stack.push_async_callback(cluster.stop)
         if not await _unless(signals.stop, _start(cluster, say)):
             return
-        client = await _connect(parts, router)
+        client = await _connect(parts, router, factory.lasting)
         stack.callback(client.shutdown)
         coordinator = await stack.enter_async_context(
             live_migration(
@@ -329,12 +331,13 @@ async def _start(cluster: Cluster, say: Say) -> None:
         raise UserError(str(failures.exceptions[0])) from None
 
 
-async def _connect(parts: Parts, router: Router) -> DisaggregatedClient:
+async def _connect(parts: Parts, router: Router, lasting: LastingCalls) -> DisaggregatedClient:
     client = DisaggregatedClient(
         parts.engine_config,
         router,
         parts.config.request_timeout_s,
         lookup_above_tokens=parts.config.skip_prefill_below_tokens,
+        lasting=lasting,
         has_store_peers=bool(parts.config.kv_store_peers),
     )
     await _answered(client.adopt_engine_facts)
@@ -343,9 +346,10 @@ async def _connect(parts: Parts, router: Router) -> DisaggregatedClient:
         router.follow_residency(cache.block_size)
     if parts.config.kv_store:  # for colocated instances too: their roles may change
         asked = call(WorkerApi.banaserve_fingerprint)
-        answers = await _answered(lambda: client.collective_rpc(asked.name))
-        found = [one for answer in answers if (one := asked.read(answer)) is not None]
-        assert len(found) == len(answers), "with a store every worker has a connector"
+        answers = await _answered(lambda: client.ask("collective_rpc", asked.name))
+        every = [asked.read(one) for answer in answers for one in answer]
+        found = [one for one in every if one is not None]
+        assert len(found) == len(every), "with a store every worker has a connector"
         check_alike(found)
         lookup = PrefixLookup(parts.engine_config, found[0], str(parts.run.store_socket))
         weights = next(iter(router.cluster.instances.values())).weights
@@ -373,7 +377,7 @@ async def _answered(
         try:
             async with asyncio.timeout(_ANSWER_S):
                 return await ask()
-        except (TimeoutError, EngineDeadError):
+        except (TimeoutError, EngineDeadError, GracefulHTTPError):
             pass
     raise UserError("the instances do not answer: see their logs")
 

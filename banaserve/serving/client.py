@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import (
     AsyncGenerator,
+    AsyncIterator,
     Callable,
     Coroutine,
     Iterable,
@@ -45,11 +46,13 @@ from banaserve.engine.compat.requests import (
     SamplingParams,
 )
 from banaserve.serving.instances.instance import Instance
+from banaserve.serving.instances.lasting_calls import LastingCalls
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.requests.disagg_request import DEAD, out_of_time, run_request
 from banaserve.serving.requests.intake import (
     Adapters,
     Blockers,
+    Gate,
     SessionTokens,
     take_client_args,
     take_in,
@@ -86,25 +89,34 @@ def _refusing(words: str) -> Callable[..., Coroutine[Any, Any, NoReturn]]:
     return refuse
 
 
-def _to_every_instance(method: str) -> Callable[..., Coroutine[Any, Any, None]]:
+def _to_serving(method: str) -> Callable[..., Coroutine[Any, Any, None]]:
     async def broadcast(client: DisaggregatedClient, *args: Any, **kwargs: Any) -> None:
         await client._broadcast(method, *args, **kwargs)
 
     return broadcast
 
 
+def _to_all(method: str) -> Callable[..., Coroutine[Any, Any, None]]:
+    async def call_all(client: DisaggregatedClient, *args: Any, **kwargs: Any) -> None:
+        await client._call_all(method, *args, **kwargs)
+
+    return call_all
+
+
 class DisaggregatedClient(EngineClient):
     """vLLM's ``EngineClient`` over all instances, called by vLLM's own API server.
 
     ``generate`` runs two legs, ``encode`` uses one instance; control methods go to every instance
-    that serves. Methods that would invalidate the store's KV, or whose work banaserve does itself,
-    raise NotImplementedError, which the API server answers with status 501.
+    that serves, and those whose effect lasts to the others when they start. Methods that would
+    invalidate the store's KV, or whose work banaserve does itself, raise NotImplementedError, which
+    the API server answers with status 501.
 
     Args:
         config: Configuration of the engines; a copy is kept, with the engines' context length.
         request_timeout_s: Time budget for all legs of a request together, in seconds.
         lookup_above_tokens: Prompt length in tokens above which prompts are looked up in the store
             before routing.
+        lasting: Lasting calls to the engines.
         has_store_peers: True if the store fetches blocks from stores of other servers.
 
     Attributes:
@@ -118,6 +130,7 @@ class DisaggregatedClient(EngineClient):
         router: Router,
         request_timeout_s: float,
         lookup_above_tokens: int,
+        lasting: LastingCalls,
         has_store_peers: bool = False,
     ) -> None:
         self.vllm_config = copy.deepcopy(config)
@@ -130,6 +143,9 @@ class DisaggregatedClient(EngineClient):
         self._request_timeout_s = request_timeout_s
         self._lookup_above_tokens = lookup_above_tokens
         self._has_store_peers = has_store_peers
+        self._lasting = lasting
+        self._calling = asyncio.Lock()  # engines get lasting calls in the same order
+        self._gate = Gate()
         self._supported_tasks: tuple[Any, ...] = ()
         self._sequences: dict[int, Sequence[RequestContext]] = {}
         self._clock = WallClock()
@@ -145,7 +161,7 @@ class DisaggregatedClient(EngineClient):
         cache = self.vllm_config.cache_config
         cache.num_gpu_blocks = engines[0].cache_config.num_gpu_blocks
         cache.block_size = engines[0].cache_config.block_size
-        (self._supported_tasks, *_) = await self._broadcast("get_supported_tasks")
+        (self._supported_tasks, *_) = await self.ask("get_supported_tasks")
 
     def grammar_vocabulary(self) -> str:
         """Return the model's vocabulary in xgrammar's format; empty if it has none. Blocks."""
@@ -178,7 +194,6 @@ class DisaggregatedClient(EngineClient):
             if http is not None and self.tracer is not None:
                 notes.span = self.tracer.begin(call, notes, sampling_params)
             notes.note(Prepared())
-            deadline = asyncio.get_running_loop().time() + self._request_timeout_s
             limits, cached_tokens = request_limits.get(), 0
             if num_tokens > self._lookup_above_tokens:
                 began_s = self._clock.now()
@@ -186,6 +201,8 @@ class DisaggregatedClient(EngineClient):
                 notes.cached_tokens = cached_tokens
                 notes.note(LookedUp(cached_tokens, self._clock.now() - began_s))
             uncached_tokens = max(0, num_tokens - cached_tokens)
+            await self._gate.passed()
+            deadline = asyncio.get_running_loop().time() + self._request_timeout_s
             whole = RequestContext(
                 request,
                 prompt_text,
@@ -326,7 +343,7 @@ class DisaggregatedClient(EngineClient):
         """
         if serving := await self._cluster.taking():
             return serving
-        raise GracefulHTTPError("no instance serves", HTTPStatus.SERVICE_UNAVAILABLE)
+        raise _nobody_serves()
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         if self._cluster.has_failed:
@@ -343,11 +360,17 @@ class DisaggregatedClient(EngineClient):
         ids += [f"{one}-p" for one in ids]
         await self._broadcast("abort", ids)
 
-    start_profile = _to_every_instance("start_profile")
-    stop_profile = _to_every_instance("stop_profile")
-    reset_mm_cache = _to_every_instance("reset_mm_cache")
-    reset_encoder_cache = _to_every_instance("reset_encoder_cache")
-    resume_generation = _to_every_instance("resume_generation")
+    def request_ids(self) -> set[str]:
+        """Return the ids, as clients know them, of the requests that have not ended."""
+        here = {str(context.request.external_req_id) for context in self._under_way()}
+        engines = [i.llm for i in self._cluster.serving() if i.llm is not None]
+        legs = {one for llm in engines for one in compat.request_ids(llm)}
+        return here | {one for one in legs if one.removesuffix("-p") not in here}
+
+    start_profile = _to_all("start_profile")
+    stop_profile = _to_all("stop_profile")
+    reset_mm_cache = _to_serving("reset_mm_cache")
+    reset_encoder_cache = _to_serving("reset_encoder_cache")
 
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
@@ -365,34 +388,58 @@ class DisaggregatedClient(EngineClient):
         if level > _LIGHT_SLEEP:
             # Awake again, the engine would compute without them and put wrong KV into the store.
             raise NotImplementedError(f"sleep level {level} throws weights away: use level 1")
+        if level and mode == "keep" and self.request_ids():
+            raise ValueError("sleep level 1 drops the KV of requests under way: give another mode")
         self._router.residency.forget()
-        self._mark_all_aborted(mode)
-        await self._broadcast("sleep", level, mode)
+        async with self._stopped(mode):
+            paused = self._lasting.calls
+            self._lasting.begin("sleep", level, "keep")
+            try:
+                await self._broadcast("sleep", level, mode)
+            except Exception:
+                self._lasting.calls = paused
+                raise
 
     async def release_kv_cache_memory(self) -> None:
         self._router.residency.forget()
-        await self._broadcast("release_kv_cache_memory")
+        async with self._calling:
+            await self._broadcast("release_kv_cache_memory")
+            self._lasting.begin("release_kv_cache_memory")
 
     async def wake_up(self, tags: list[str] | None = None) -> bool:
-        return all(await self._broadcast("wake_up", tags))
+        async with self._calling:
+            if tags is None:
+                self._lasting.end()
+            elif self._lasting.calls:
+                self._lasting.begin("wake_up", tags)
+            is_awake = all(await self._broadcast("wake_up", tags))
+            if is_awake:
+                self._lasting.end()
+        return is_awake
 
     async def is_sleeping(self) -> bool:
-        return any(await self._broadcast("is_sleeping"))
+        return bool(self._lasting.calls) or any(await self._broadcast("is_sleeping"))
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         self._adapters.begin(lora_request)
-        added = all(await self._broadcast("add_lora", lora_request))
+        added = all(await self.ask("add_lora", lora_request))
         await self._adapters.loaded(lora_request)
         return added
 
     async def pause_generation(self, *, mode: Any = "abort", clear_cache: bool = True) -> None:
-        self._mark_all_aborted(mode)
-        if clear_cache:
-            self._router.residency.forget()
-        await self._broadcast("pause_generation", mode=mode, clear_cache=clear_cache)
+        async with self._stopped(mode):
+            if clear_cache and mode != "keep":  # requests that are kept hold blocks in the store
+                self._router.residency.forget()
+                await self._broadcast("pause_generation", mode=mode, clear_cache=True)
+
+    async def resume_generation(self) -> None:
+        self._gate.open()
+        async with self._calling:
+            self._lasting.end()
+            await self._broadcast("resume_generation")
 
     async def is_paused(self) -> bool:
-        return any(await self._broadcast("is_paused"))
+        return bool(self._lasting.calls) or any(await self._broadcast("is_paused"))
 
     async def collective_rpc(
         self,
@@ -403,7 +450,7 @@ class DisaggregatedClient(EngineClient):
     ) -> list[Any]:
         if "weight" in method or method in _CHANGE_WEIGHTS:
             raise NotImplementedError(f"{method}: {_WEIGHTS}")
-        answers = await self._broadcast("collective_rpc", method, timeout, args, kwargs)
+        answers = await self._call_all("collective_rpc", method, timeout, args, kwargs)
         return [one for answer in answers for one in answer]
 
     async def notify_kv_transfer_request_rejected(
@@ -415,15 +462,69 @@ class DisaggregatedClient(EngineClient):
     ) -> None:
         """Ignore the rejection: leases end with their request."""
 
-    async def _broadcast(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        llms = [i.llm for i in self._cluster.serving() if i.llm is not None]
-        return await asyncio.gather(*(getattr(llm, method)(*args, **kwargs) for llm in llms))
+    @contextlib.asynccontextmanager
+    async def _stopped(self, mode: Any) -> AsyncIterator[None]:
+        """Stop all engines until they are resumed, also those that start later; then run the block.
 
-    def _mark_all_aborted(self, mode: Any) -> None:
-        """Mark every request aborted: its prefill leg must not be retried as if an engine died."""
-        if mode == "abort":
-            for context in self._under_way():
-                context.aborted = True
+        With ``mode`` "wait", engines are told once all requests under way have ended: an engine
+        would hold back the decode leg of a request that another engine has begun. Caches are left
+        to the block: the first engine that clears them empties the store, which others must not
+        use any more.
+        """
+        is_waiting = mode == "wait" and not self._lasting.calls
+        held = self._gate.closed(self._sequences) if is_waiting else contextlib.nullcontext()
+        async with held, self._calling:
+            self._lasting.begin("pause_generation", mode="keep", clear_cache=False)
+            if mode == "abort":  # prefill legs must not be retried as if an engine died
+                for context in self._under_way():
+                    context.aborted = True
+            await self._broadcast("pause_generation", mode=mode, clear_cache=False)
+            yield
+
+    async def _call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method of every engine.
+
+        Raises:
+            GracefulHTTPError: An instance does not serve, so that none is called, or one has ended
+                during the call.
+        """
+        every = self._cluster.instances.values()
+        serving = self._cluster.serving()
+        if away := [one.id for one in every if one not in serving]:
+            words = f"instance {', '.join(away)} does not serve: nothing has been done"
+        else:
+            answers = await self._broadcast(method, *args, **kwargs)
+            if len(answers) == len(serving):
+                return answers
+            words = "an instance ended meanwhile: only the others have done it"
+        raise GracefulHTTPError(f"{method}: {words}", HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def ask(self, method: str, *args: Any) -> list[Any]:
+        """Return the answers of the engines that serve to a call, at least one answer.
+
+        Raises:
+            GracefulHTTPError: No instance serves.
+        """
+        if answers := await self._broadcast(method, *args):
+            return answers
+        raise _nobody_serves()
+
+    async def _broadcast(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call a method of every engine that serves, and return their answers.
+
+        An engine that ends meanwhile gives none: when it serves again it has neither requests nor
+        caches, and has got the lasting calls.
+
+        Raises:
+            Exception: First error of an engine, after all have answered.
+        """
+        llms = [i.llm for i in self._cluster.serving() if i.llm is not None]
+        calls = (getattr(llm, method)(*args, **kwargs) for llm in llms)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for one in answers:
+            if isinstance(one, BaseException) and not isinstance(one, compat.EngineDeadError):
+                raise one
+        return [one for one in answers if not isinstance(one, BaseException)]
 
     def _under_way(self) -> Iterator[RequestContext]:
         return itertools.chain.from_iterable(self._sequences.values())
@@ -485,6 +586,10 @@ class DisaggregatedClient(EngineClient):
 
     def shutdown(self, timeout: float | None = None) -> None:
         self.renderer.shutdown()
+
+
+def _nobody_serves() -> GracefulHTTPError:
+    return GracefulHTTPError("no instance serves", HTTPStatus.SERVICE_UNAVAILABLE)
 
 
 async def _salted(pieces: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:

@@ -35,6 +35,7 @@ WRONG = [
     ("--host 0.0.0.0 --api-key=", "--api-key is empty"),
     ("--port 99999", "--port 99999: must be between 1 and 65535"),
     ("--kv-store-size 10TiB", "with --kv-store-size 10TiB need about 10 TiB of memory"),
+    ("--kv-store-size 1kB", "a store of 1kB is too small"),
     ("--kv-store-size many", "'many' is not a size: write a number and a unit, such as 2GiB"),
     ("--max-body-siz 1MiB", "unknown option --max-body-siz; did you mean --max-body-size?"),
     ("--routing-policy load", "unknown routing policy: load (known: least_requests,"),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine import async_llm
 from vllm.v1.worker import block_table
 
@@ -20,8 +21,8 @@ from banaserve.engine.engine_args import engine_config, parse_vllm_argv
 KERNEL = block_table.ComputeSlotMappingKernel
 
 
-def config_of(path: str) -> VllmConfig:
-    return engine_config(parse_vllm_argv(["--model", path, "--enforce-eager"]))
+def config_of(path: str, *options: str) -> VllmConfig:
+    return engine_config(parse_vllm_argv(["--model", path, "--enforce-eager", *options]))
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,17 @@ def test_a_client_of_another_tokenizer_has_its_own(lent: object, tmp_path: Path)
     made = async_llm.renderer_from_config(config_of(str(tmp_path)))
     assert made is not lent
     made.shutdown()
+
+
+def test_no_renderer_takes_the_token_for_prompt_embeddings_for_one_of_the_model() -> None:
+    config = config_of(small_model.resolve().path_or_id, "--enable-prompt-embeds")
+    size = config.model_config.get_vocab_size()
+    for _ in range(2):
+        made = lent_renderer(config)
+        made.validate_token_ids([size - 1])
+        with pytest.raises(VLLMValidationError, match="out of vocabulary"):
+            made.validate_token_ids([size])
+        made.shutdown()
 
 
 def test_kernels_are_put_in_place_once() -> None:

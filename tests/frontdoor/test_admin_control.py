@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 pytest.importorskip("vllm")
@@ -28,8 +29,10 @@ from banaserve.contracts.control_api import (
     StepRecord,
     WantedStep,
 )
+from banaserve.contracts.instances import DrainState
 from banaserve.contracts.restart_api import RestartRequest
 from banaserve.frontdoor.admin.app import AdminMiddleware
+from banaserve.frontdoor.admin_client import AdminClient
 from banaserve.kvstore.sizes import format_size
 from banaserve.orchestrator.planner.loop.decision_format import pressure_words
 from served_admin import KEY, Served
@@ -119,6 +122,14 @@ async def test_pause_and_resume(served):
         assert (await served.client.get("/admin/orchestrator")).json()["state"] == state
     for wrong in ({}, {"paused": 1}, {"paused": True, "x": 1}):
         assert (await served.client.post("/admin/orchestrator", json=wrong)).status_code == 400
+
+
+async def test_an_orchestrator_that_is_off_is_neither_paused_nor_resumed(served, monkeypatch):
+    status = msgspec.structs.replace(served.controller.status(), mode="off")
+    monkeypatch.setattr(served.controller, "status", lambda: status)
+    for paused in (True, False):
+        refused = await served.client.post("/admin/orchestrator", json={"paused": paused})
+        assert (refused.status_code, "is off" in refused.json()["error"]["message"]) == (409, True)
 
 
 async def test_a_drain_over_the_api(served):
@@ -346,7 +357,7 @@ def test_the_commands_say_that_prefill_waits_for_decode(server, capsys):
     assert words not in capsys.readouterr().out
 
 
-def test_the_commands(server, capsys):
+def test_the_commands(server, capsys, monkeypatch):
     def banaserve(*argv: str) -> tuple[int, str, str]:
         code = main([*argv, "--url", server.url, "--admin-key", KEY])
         said = capsys.readouterr()
@@ -374,6 +385,11 @@ def test_the_commands(server, capsys):
     code, _, err = banaserve("role", "d0", "prefill", "--timeout", "0.01")
     assert (code, "2 requests are left after 0.01 s" in err) == (2, True)
     server.served.world.instances["d0"].inflight_requests = 0
+    monkeypatch.setattr(AdminClient, "drain", lambda _, name: DrainState(name, True, 2))
+    released = DrainState("d0", False, 0)  # by somebody else
+    monkeypatch.setattr(AdminClient, "show_drain", lambda *_, **__: released)
+    code, out, err = banaserve("drain", "d0")
+    assert (code, out, "released meanwhile" in err) == (2, "", True)
     code, out, _ = banaserve("scale", "--pd", "2:3")
     assert (code, out.startswith("added p2 after")) == (0, True)
     code, out, _ = banaserve("scale", "--pd", "2:3", "--json")

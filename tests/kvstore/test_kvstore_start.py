@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from banaserve.cli import kvstore
 from banaserve.cli.main import main
 from banaserve.kvstore.client.admin import fetch_stats
 from banaserve.kvstore.daemon import process as daemon_process
@@ -56,7 +57,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("file", SIZE, "is not a socket"),
         ("file/store.sock", SIZE, "cannot listen"),
         ("store.sock", "900TiB", "does not fit"),
-        ("store.sock", "12", "smaller than 4096"),
+        ("store.sock", "12", "too small"),
         ("store.sock", "much", "is not a size"),
     ],
 )
@@ -177,15 +178,20 @@ os.read({readable}, 10)
     eventually(lambda: not path.exists())
 
 
-def test_status_and_clear(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_and_clear(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "store.sock"
     with running(path):
         assert main(["kvstore", "status", "--socket", str(path)]) == 0
         assert "0 B of 64 KiB used" in capsys.readouterr().out
         main(["kvstore", "status", "--socket", str(path), "--json"])
         assert json.loads(capsys.readouterr().out)["capacity_bytes"] == 64 * 1024
-        main(["kvstore", "clear", "--socket", str(path)])
+        assert main(["kvstore", "clear", "--socket", str(path)]) == 0
         assert "dropped 0 blocks" in capsys.readouterr().out
+        monkeypatch.setattr(kvstore, "still_held", lambda _: ["2 slots of memory are in use"])
+        assert main(["kvstore", "clear", "--socket", str(path)]) == 1
+        assert "not empty: 2 slots" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("verb", ["status", "clear"])

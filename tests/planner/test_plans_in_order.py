@@ -105,6 +105,23 @@ async def test_a_module_is_home_before_the_role_changes_and_leaves_after(world, 
     assert any(PLAN[2] in view.under_way for view in made.policy.seen)
 
 
+async def test_in_a_pause_no_further_step_begins(world, made, monkeypatch):
+    begun = []
+
+    async def carry_out(one: Step) -> StepOutcome:
+        begun.append(one)
+        made.controller.set_paused(True)
+        return StepOutcome(Ending.DONE, "")
+
+    monkeypatch.setattr(world.executor, "carry_out", carry_out)
+    made.controller.start()
+    await until(lambda: len(made.policy.seen) > 3)
+    assert begun == [PLAN[0]]
+    steps = next(one.steps for one in made.log.last(100) if one.steps)
+    assert [one.held for one in steps] == ["", str(Held.PAUSED), str(Held.PAUSED)]
+    assert made.policy.seen[-1].under_way == ()
+
+
 async def test_after_a_step_that_fails_none_begins(world, made, monkeypatch):
     begun = []
 

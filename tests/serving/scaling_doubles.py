@@ -27,6 +27,8 @@ class NewInstance(doubles.Instance):
         self.is_killed = asyncio.Event()
         self._may_start = may_start
 
+    is_behind = False
+
     async def start(self, _: float) -> None:
         waits = [asyncio.create_task(one.wait()) for one in (self._may_start, self.is_killed)]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

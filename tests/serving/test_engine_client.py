@@ -42,13 +42,15 @@ from banaserve.frontdoor.app import vllm_app
 from banaserve.orchestrator.control.routing.named import NamedPolicy
 from banaserve.serving.client import DisaggregatedClient
 from banaserve.serving.instances.cluster import Cluster
+from banaserve.serving.instances.lasting_calls import LastingCalls
 from banaserve.serving.instances.probe import ClusterTimeouts
 from banaserve.serving.instances.service_state import ServiceState
 from banaserve.serving.launch.launcher import InstancePlace
-from banaserve.serving.requests.intake import Adapters, Blockers
+from banaserve.serving.requests.intake import Adapters, Blockers, Gate
 from banaserve.serving.requests.request_context import RequestContext
 from banaserve.serving.requests.router import Router
 from banaserve.serving.tracing.request_log import HttpCall, RequestNotes
+from waiting import turns
 
 MAX_MODEL_LEN = 16
 
@@ -87,7 +89,13 @@ def client(serving: list[Any] | None = None, **model: Any) -> Any:
     async def taking() -> list[Any]:
         return list(made._cluster.serving())
 
-    made._cluster = SimpleNamespace(serving=lambda: serving or [], taking=taking)
+    made._cluster = SimpleNamespace(
+        serving=lambda: serving or [],
+        taking=taking,
+        instances=dict(enumerate(serving or [])),
+    )
+    made._lasting, made._calling, made._gate = LastingCalls(), asyncio.Lock(), Gate()
+    made._sequences = {}
     made._router = SimpleNamespace(residency=SimpleNamespace(forget=lambda: None))
     made._supported_tasks = ("generate",)
     made._has_store_peers = False
@@ -132,8 +140,9 @@ async def test_an_abort_by_id_is_told_to_the_request_and_to_both_legs() -> None:
         ("reset_prefix_cache", {}, True),
         ("release_kv_cache_memory", {}, True),
         ("sleep", {"level": 1, "mode": "keep"}, True),
-        ("pause_generation", {"mode": "keep"}, True),
-        ("pause_generation", {"mode": "keep", "clear_cache": False}, False),
+        ("pause_generation", {"mode": "abort"}, True),
+        ("pause_generation", {"mode": "keep"}, False),
+        ("pause_generation", {"mode": "abort", "clear_cache": False}, False),
     ],
 )
 async def test_the_router_forgets_what_the_engines_forget(
@@ -169,15 +178,103 @@ async def test_a_reset_is_one_where_nothing_is_left(
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
 async def test_a_pause_tells_those_that_it_ends(mode: str) -> None:
-    told: list[str] = []
+    told: list[tuple[str, bool]] = []
 
     async def pause_generation(*, mode: str, clear_cache: bool) -> None:
-        told.append(mode)
+        told.append((mode, clear_cache))
 
     made = client([SimpleNamespace(llm=SimpleNamespace(pause_generation=pause_generation))])
+    context = await prepared(made, 4)
+    made._sequences = {1: [context]}
+    pausing = asyncio.create_task(made.pause_generation(mode=mode))
+    if mode == "wait":  # until those under way have ended
+        await turns(lambda: not made._gate._may_pass.is_set())
+        assert told == []
+        made._sequences.clear()
+    await pausing
+    assert context.aborted == (mode == "abort")
+    assert told == [(mode, False), *([] if mode == "keep" else [(mode, True)])]
+    assert await made.is_paused()
+
+
+async def test_a_resumption_ends_a_pause_that_waits() -> None:
+    made = client()
     made._sequences = {1: [await prepared(made, 4)]}
-    await made.pause_generation(mode=mode)
-    assert (made._sequences[1][0].aborted, told) == (mode == "abort", [mode])
+    pausing = asyncio.create_task(made.pause_generation(mode="wait"))
+    await turns(lambda: not made._gate._may_pass.is_set())
+    await made.resume_generation()
+    with pytest.raises(ValueError, match="resumed"):
+        await pausing
+    await made._gate.passed()
+    assert not await made.is_paused()
+
+
+@pytest.mark.parametrize(
+    ("llms", "words"),
+    [(["serves", None], "d1 does not serve"), (["serves", "dies"], "ended meanwhile")],
+)
+async def test_a_call_that_not_all_engines_take_is_refused(llms: list[Any], words: str) -> None:
+    called: list[str] = []
+
+    def engine(how: str) -> Any:
+        async def start_profile() -> None:
+            called.append(how)
+            if how == "dies":
+                raise compat.EngineDeadError
+
+        return SimpleNamespace(start_profile=start_profile)
+
+    instances = [
+        SimpleNamespace(id=f"d{number}", llm=how and engine(how)) for number, how in enumerate(llms)
+    ]
+    made = client([one for one in instances if one.llm])
+    made._cluster.instances = dict(enumerate(instances))
+    with pytest.raises(GracefulHTTPError, match=words):
+        await made.start_profile()
+    assert called == (llms if None not in llms else [])
+
+
+async def test_an_engine_that_starts_is_given_what_lasts_and_what_came_meanwhile() -> None:
+    made, told = client(), []
+
+    class Starting:
+        async def pause_generation(self, **_: Any) -> None:
+            told.append(("pause",))
+
+        async def sleep(self, *args: Any) -> None:
+            told.append(("sleep", *args))
+
+        async def wake_up(self, *args: Any) -> None:
+            told.append(("wake_up", *args))
+
+    llm, lasting = Starting(), made._lasting
+    await made.sleep(1, "keep")
+    taken = await lasting.give(llm, {})
+    assert (told, taken) == ([("pause",), ("sleep", 1, "keep")], lasting.calls)
+    assert await made.wake_up()
+    assert await lasting.give(llm, taken) == lasting.calls == {}
+    assert told[2:] == [("wake_up",)]
+
+
+async def test_a_sleep_that_an_engine_refuses_leaves_all_paused() -> None:
+    class Engine:
+        async def pause_generation(self, **_: Any) -> None: ...
+
+        async def sleep(self, *_: Any) -> None:
+            raise RuntimeError("no memory for the weights")
+
+    made = client([SimpleNamespace(llm=Engine())])
+    with pytest.raises(RuntimeError):
+        await made.sleep(1)
+    assert [*made._lasting.calls] == ["pause_generation"]
+
+
+async def test_requests_under_way_do_not_outlast_their_kv() -> None:
+    made = client()
+    made._sequences = {1: [await prepared(made, 4)]}
+    with pytest.raises(ValueError, match="another mode"):
+        await made.sleep(1, "keep")
+    assert not made._lasting.calls
 
 
 async def test_a_logits_processor_of_the_users_sees_the_whole_output() -> None:

@@ -61,6 +61,7 @@ class Engine:
         self.output_processor = OutputProcessor(tokenizer(), log_stats=True)
         self.engine_core = self
         self.resources = SimpleNamespace(engine_dead=False)
+        self.utility_results: dict[int, asyncio.Future[Any]] = {}
         self.log_requests, self.logger_manager = False, None
         self.is_alone = self.is_orphaned = False
         self.board = SimpleNamespace(room_wait_s=0.0)
@@ -202,6 +203,30 @@ class Reader:
         self.finished = output.finished
         self.finish_reason = output.outputs[0].finish_reason
         self._next = asyncio.create_task(self._read())
+
+
+def test_an_engine_core_that_can_answer_nobody_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise TypeError("a result cannot be encoded")
+
+    codes: list[int] = []
+    monkeypatch.setattr(compat.os, "_exit", codes.append)
+    monkeypatch.setattr(compat.EngineCoreProc, "process_output_sockets", fail)
+    compat.install_output_guard()
+    core: Any = None
+    compat.EngineCoreProc.process_output_sockets(core, [], None, 0)
+    assert codes == [1]
+
+
+async def test_calls_of_an_engine_that_dies_fail_as_its_requests_do() -> None:
+    engine, loop = Engine("d0"), asyncio.get_running_loop()
+    answered, awaited = loop.create_future(), loop.create_future()
+    answered.set_result("paused")
+    engine.utility_results = {1: answered, 2: awaited}
+    compat.mark_dead(engine)
+    assert await answered == "paused"
+    with pytest.raises(compat.EngineDeadError):
+        await awaited
 
 
 @pytest.mark.parametrize("options", [{}, {"stop": ["never seen"]}, {"stream_interval": 3}])

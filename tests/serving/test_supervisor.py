@@ -23,6 +23,7 @@ from banaserve.serving.instances import instance as instances
 from banaserve.serving.instances import probe, supervisor
 from banaserve.serving.instances.cluster import Cluster
 from banaserve.serving.instances.instance import Instance, State
+from banaserve.serving.instances.lasting_calls import LastingCalls
 from banaserve.serving.instances.probe import ClusterTimeouts
 from banaserve.serving.instances.service_state import ServiceState
 from banaserve.serving.launch.devices import Devices
@@ -45,7 +46,7 @@ def instance(folder: Path, connect: Callable[[object], object]) -> Any:
     series: Any = SimpleNamespace(engine_ended=lambda _: None)
     settings = EngineSettings(nothing, budgets)
     run = RunDir(folder, folder)
-    parts = (settings, SpawnLauncher([], Devices({})), series, run, WallClock())
+    parts = (settings, SpawnLauncher([], Devices({})), series, run, WallClock(), LastingCalls())
     made: Any = Instance(InstanceId("x0"), Role.DECODE, *parts)
     made._connect = connect
     return made
@@ -85,7 +86,9 @@ async def test_one_that_is_given_up_while_it_connects_does_not_serve(
 ) -> None:
     llm: Any = SimpleNamespace(
         engine_core=SimpleNamespace(
-            resources=SimpleNamespace(engine_dead=False), _ensure_output_queue_task=int
+            resources=SimpleNamespace(engine_dead=False),
+            utility_results={},
+            _ensure_output_queue_task=int,
         ),
         output_processor=SimpleNamespace(propagate_error=str, request_states={}),
         vllm_config=SimpleNamespace(

@@ -652,7 +652,7 @@ class Front:
         self.core = core
         self.output_processor = OutputProcessor(TOKENIZER, log_stats=True)
         self.engine_core = self
-        self.resources = SimpleNamespace(engine_dead=False)
+        self.resources, self.utility_results = SimpleNamespace(engine_dead=False), {}
         self.log_requests, self.logger_manager = False, None
         cache = SimpleNamespace(num_gpu_blocks=64, block_size=BLOCK)
         self.vllm_config = model_shapes.configured()

@@ -13,6 +13,7 @@ from banaserve.base.platform.run_dir import RunDir
 from banaserve.base.types import InstanceId, Role
 from banaserve.engine.compat import engine as compat
 from banaserve.serving.instances.instance import Instance
+from banaserve.serving.instances.lasting_calls import LastingCalls
 from banaserve.serving.launch.engine_settings import EngineSettings
 from seeded_engine import Front
 from seeded_machine import LoopClock, Machine
@@ -40,8 +41,9 @@ class Factory:
     def make(self, name: InstanceId, role: Role, settings: EngineSettings) -> Instance:
         series: Any = SimpleNamespace(engine_ended=lambda _: None)
         launcher: Any = self._machine
-        run = RunDir(Path("/nowhere"), Path("/nowhere"))
-        return UnmodelledInstance(name, role, settings, launcher, series, run, self._clock)
+        run, lasting = RunDir(Path("/nowhere"), Path("/nowhere")), LastingCalls()
+        made_with = (launcher, series, run, self._clock, lasting)
+        return UnmodelledInstance(name, role, settings, *made_with)
 
     def discard(self, _: InstanceId) -> None: ...
 

@@ -58,7 +58,7 @@ from banaserve.serving.operations.roles import Drains, Roles
 from banaserve.serving.operations.rolling_restart import RollingRestarts
 from banaserve.serving.operations.scale_plan import InstanceCounts
 from banaserve.serving.operations.scaler import Scaler
-from banaserve.serving.requests.intake import Adapters
+from banaserve.serving.requests.intake import Adapters, Gate
 from banaserve.serving.requests.prefix_lookup import PrefixLookup
 from banaserve.serving.requests.router import Router, WeightsReplacedError
 from banaserve.serving.requests.suspects import MAX_DEATHS, EnginesDiedError
@@ -233,7 +233,7 @@ class Server:
         made.model_config = SimpleNamespace(max_model_len=MAX_MODEL_LEN, logits_processors=None)
         made._router, made._cluster = self.router, self.cluster
         made._adapters, made._clock = Adapters(), self.clock
-        made._supported_tasks, made._sequences = ("generate",), {}
+        made._supported_tasks, made._sequences, made._gate = ("generate",), {}, Gate()
         made._request_timeout_s = self.timeout_s
         made._lookup_above_tokens = self.draws.choice([0, 6])
         made.requests = RequestLog(self.clock)

@@ -186,11 +186,14 @@ def drain(
         print_json(state)
     elif undo:
         print(f"{instance} serves again")
-    elif not state.num_left:
+    elif state.is_held and not state.num_left:
         took_s = time.monotonic() - began_s
         print(f"{instance} is drained after {took_s:.1f} s; --undo lets it serve again")
     if state.is_held and state.num_left:
         print_error(f"{state.num_left} requests are left on {instance} after {timeout_s:g} s")
+        return _EXIT_FAILED
+    if not (undo or state.is_held):
+        print_error(f"{instance} has been released meanwhile: it serves again")
         return _EXIT_FAILED
     return 0
 

@@ -82,9 +82,7 @@ def check_config(config: ServeConfig) -> None:
     Raises:
         UserError: Options contradict each other, or name something that does not exist.
     """
-    store = StoreOptions.of(config)
-    store.check_tiers()
-    store.peers.check()
+    StoreOptions.of(config).check()
     check_places(config)
     parse_size(config.max_body_size)
     if config.log_max_size:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import concurrent.futures
 import copy
 import functools
+import os
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -81,8 +83,11 @@ def override_kernels() -> None:
 
 
 def mark_dead(llm: AsyncLLM) -> None:
-    """Make every request on this engine, and every later one, fail with ``EngineDeadError``."""
+    """Make every request and call on this engine, and later ones, fail with ``EngineDeadError``."""
     llm.engine_core.resources.engine_dead = True
+    for answer in llm.engine_core.utility_results.values():
+        if not answer.done():
+            answer.set_exception(EngineDeadError())
     llm.output_processor.propagate_error(EngineDeadError())
     llm.output_processor.request_states.clear()  # a late output must change no state
 
@@ -91,6 +96,11 @@ def start_output_handler(llm: AsyncLLM) -> None:
     """Start reading the engine's outputs on the running event loop."""
     llm.engine_core._ensure_output_queue_task()
     llm._run_output_handler()
+
+
+def request_ids(llm: AsyncLLM) -> list[str]:
+    """Return the ids, as clients know them, of the requests on this engine."""
+    return list(llm.output_processor.external_req_ids)
 
 
 def request_state(llm: AsyncLLM, request_id: str) -> Any | None:
@@ -253,6 +263,25 @@ def install_prompt_ending() -> None:
     """
     EngineCoreProc._handle_shutdown = _goes_on
     EngineCoreProc._reject_add_in_shutdown = _take
+
+
+def install_output_guard() -> None:
+    """Make engine cores of this process end if the thread that sends their outputs fails.
+
+    vLLM's core would serve on without an answer to anybody, for instance after a call whose result
+    cannot be encoded.
+    """
+    send = EngineCoreProc.process_output_sockets
+
+    @functools.wraps(send)
+    def send_or_end(core: EngineCoreProc, *args: Any) -> None:
+        try:
+            send(core, *args)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+
+    EngineCoreProc.process_output_sockets = send_or_end
 
 
 def _goes_on(core: EngineCoreProc) -> bool:

@@ -95,6 +95,8 @@ vllm.v1.engine.core
         ()
     replaced EngineCoreProc._reject_add_in_shutdown: an engine core ends as a death does
         (request)
+    wrapped EngineCoreProc.process_output_sockets: an engine core that can answer nobody ends
+        (output_paths, coord_output_path, engine_index)
     replaced StructuredOutputManager: a backend for each request's grammar
 vllm.v1.engine.output_processor
     wrapped RequestState.make_request_output: when the first token was there

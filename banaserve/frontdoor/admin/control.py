@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from banaserve.base.errors import MigrationError
 from banaserve.base.types import ClusterView, InstanceView
 from banaserve.contracts.control_api import (
     ControllerStatus,
@@ -37,6 +38,7 @@ from banaserve.frontdoor.admin.answers import (
 from banaserve.orchestrator.control.measure import judge, load_of
 from banaserve.orchestrator.control.move_policies.scoring import module_words
 from banaserve.orchestrator.control.routing.named import NamedPolicy
+from banaserve.orchestrator.control.turn import Mode
 from banaserve.orchestrator.planner.loop.decision_format import pressure_words
 from banaserve.orchestrator.planner.loop.loop import Controller
 from banaserve.serving.moves.coordinator import Coordinator
@@ -99,6 +101,8 @@ class Control:
         )
 
     async def pause(self, ask: PauseRequest) -> ControllerStatus:
+        if self.controller.status().mode == Mode.OFF:
+            raise MigrationError("the orchestrator of this server is off: it begins no step")
         self.controller.set_paused(ask.paused)
         return self.controller.status()
 

@@ -13,7 +13,8 @@ from banaserve.base.arguments import derived, option, options_of, values_of
 from banaserve.base.config.serve_config import KEPT_QUOTA, ServeConfig
 from banaserve.base.errors import UserError
 from banaserve.base.net.addresses import host_and_port
-from banaserve.kvstore.sizes import parse_size
+from banaserve.kvstore.fingerprint import PAGE_BYTES
+from banaserve.kvstore.sizes import format_size, parse_size
 from banaserve.kvstore.tiers.registry import distributed_tier
 from banaserve.transport.interface import MIN_SECRET_BYTES
 
@@ -141,16 +142,6 @@ class StoreOptions:
             ),
         )
 
-    def check_tiers(self) -> None:
-        """Check the options of tiers, without opening any.
-
-        Raises:
-            UserError: A size or a URL is invalid.
-        """
-        parse_size(self.ssd_size)
-        if self.distributed:
-            distributed_tier(self.distributed)
-
     @property
     def pool_bytes(self) -> int:
         """Size of the memory for blocks, which is allocated at start.
@@ -161,7 +152,7 @@ class StoreOptions:
         return parse_size(self.size)
 
     def check(self) -> None:
-        """Check the options.
+        """Check the options, without opening a tier.
 
         Raises:
             UserError: An option is invalid.
@@ -177,8 +168,11 @@ class StoreOptions:
                 "write a share of the memory, from 0 to 1"
             )
         self.peers.check()
-        parse_size(self.size)
-        self.check_tiers()
+        if self.pool_bytes < PAGE_BYTES:
+            raise UserError(f"a store of {self.size} is too small: give {format_size(PAGE_BYTES)}")
+        parse_size(self.ssd_size)
+        if self.distributed:
+            distributed_tier(self.distributed)
 
     def arguments(self) -> list[str]:
         """Return the daemon's command-line arguments, which ``environment`` completes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from banaserve.base.clock import Clock
 from banaserve.base.errors import MigrationError
@@ -11,6 +11,7 @@ from banaserve.base.platform.run_dir import RunDir
 from banaserve.base.types import InstanceId, Role
 from banaserve.kvstore.sizes import format_size
 from banaserve.serving.instances.instance import Instance
+from banaserve.serving.instances.lasting_calls import LastingCalls
 from banaserve.serving.launch.engine_settings import EngineSettings
 from banaserve.serving.launch.launcher import Launcher
 from banaserve.serving.monitoring import metrics
@@ -23,6 +24,7 @@ class InstanceFactory:
 
     Attributes:
         instance_bytes: Memory of one instance, in bytes; 0 if it is not the machine's memory.
+        lasting: Lasting calls to the engines, of all its instances.
     """
 
     series: EngineSeries
@@ -30,6 +32,7 @@ class InstanceFactory:
     run: RunDir
     clock: Clock
     instance_bytes: int = 0
+    lasting: LastingCalls = field(default_factory=LastingCalls)
 
     def check_memory(self, num_instances: int) -> None:
         """Return if this machine's memory, or the room on the nodes, suffices for more instances.
@@ -61,7 +64,7 @@ class InstanceFactory:
         """
         self.launcher.reserve(instance_id)
         self.series.add(instance_id)
-        made_with = (self.launcher, self.series, self.run, self.clock)
+        made_with = (self.launcher, self.series, self.run, self.clock, self.lasting)
         return Instance(instance_id, role, settings, *made_with)
 
     def discard(self, instance_id: InstanceId) -> None:

@@ -34,6 +34,7 @@ from banaserve.engine.compat.front.clients import connect
 from banaserve.orchestrator.control.cluster_view import with_guests
 from banaserve.orchestrator.control.rebalancing import Stream
 from banaserve.serving.instances.inflight import Inflight, InflightLeg
+from banaserve.serving.instances.lasting_calls import Calls, LastingCalls
 from banaserve.serving.instances.service_state import ServiceState
 from banaserve.serving.launch.engine_settings import EngineSettings, weights_of
 from banaserve.serving.launch.launcher import InstancePlace, Launcher
@@ -101,6 +102,7 @@ class Instance:
         series: EngineSeries,
         run: RunDir,
         clock: Clock,
+        lasting: LastingCalls,
     ) -> None:
         self.id = instance_id
         self.role = self._made_for = role
@@ -119,6 +121,8 @@ class Instance:
         self._series = series
         self._socket_dir = run.sockets
         self._clock = clock
+        self._lasting = lasting
+        self._taken: Calls = {}
         self._gpu = GpuMeter.open(launcher.devices_of(instance_id), clock)
         self.board = self._new_board()
         self.inflight = Inflight()
@@ -174,10 +178,27 @@ class Instance:
         self._kv_token_bytes = kv_token_bytes(self.llm.vllm_config)
         self.board.block_tokens = cache.block_size
         await self.take_budget(self.role, self.step_tokens)
+        self._taken = {}
+        await self.catch_up(timeout_s)
         self._check_is_wanted()
         self.board.answered(idle=True)
         self.state = State.READY
         metrics.UP.labels(self.id, self.role.value).set(1)
+
+    async def catch_up(self, timeout_s: float) -> None:
+        """Return when the engine is as paused or asleep as those that serve; then it may serve.
+
+        Raises:
+            InstanceDeadError: The engine core ended, or has not answered within ``timeout_s``.
+        """
+        while self.is_behind:
+            given = asyncio.create_task(self._lasting.give(self.llm, self._taken))
+            self._taken = await self._unless_ended(given, timeout_s)
+
+    @property
+    def is_behind(self) -> bool:
+        """True if the engine has not got the lasting calls in force; see ``catch_up``."""
+        return self._taken != self._lasting.calls
 
     def _check_is_wanted(self) -> None:
         """Raise InstanceDeadError if the instance was removed or given up while starting."""
@@ -382,12 +403,16 @@ class Instance:
 
         Raises:
             NoAnswerError: The engine does not answer; it may have the new budget or the old one.
+            InstanceDeadError: The engine has ended.
         """
         if self.llm is not None:
             is_changed = bool(step_tokens or self.step_tokens)
-            budget = await self.settings.budgets.give(
-                self.llm, role, step_tokens, always=is_changed
-            )
+            try:
+                budget = await self.settings.budgets.give(
+                    self.llm, role, step_tokens, always=is_changed
+                )
+            except compat.EngineDeadError:
+                raise InstanceDeadError(f"instance {self.id} has ended") from None
             self.board.meter.set_full_step(budget.num_tokens)
         if step_tokens != self.step_tokens:
             self.step_tokens = step_tokens

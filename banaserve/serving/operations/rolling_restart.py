@@ -116,7 +116,7 @@ class RollingRestarts(Operations[RollingRestart]):
     async def _check_awake(self) -> None:
         """Raise MigrationError if an engine sleeps or is paused.
 
-        A new engine would be awake beside sleeping ones, and a paused engine ends no request.
+        Such an engine ends no request, and a new one could not prove that it serves.
         """
         for instance in self._cluster.serving():
             if instance.llm is None:
@@ -125,7 +125,7 @@ class RollingRestarts(Operations[RollingRestart]):
                 async with asyncio.timeout(_ASK_S):
                     is_out = await instance.llm.is_sleeping() or await instance.llm.is_paused()
             except (TimeoutError, EngineDeadError):
-                continue  # the instance is about to be restarted, awake
+                continue  # the instance is about to be restarted
             if is_out:
                 raise MigrationError(
                     f"instance {instance.id} sleeps or is paused: wake it up first (/wake_up, "

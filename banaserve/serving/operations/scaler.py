@@ -245,6 +245,8 @@ class Scaler(Operations[Scaling]):
             await asyncio.gather(*starting, return_exceptions=True)
         if failure is not None:
             raise failure
+        while behind := [one for one in made if one.is_behind]:  # called while others started
+            await behind[0].catch_up(self._start_s)
 
     async def _remove(self, scaling: Scaling, name: InstanceId, until_s: float) -> None:
         instance = self._cluster.instance(name)

@@ -377,8 +377,8 @@ def failed_by_itself(context: RequestContext, instance: Instance) -> GracefulHTT
     """
     if context.params.structured_outputs is not None:
         return GracefulHTTPError(
-            "the constraint of this structured output has passed the check and does not compile; "
-            f"why is in the log of {instance.id}",
+            "the constraint of this structured output does not compile, or excludes all that "
+            f"the request allows; why is in the log of {instance.id}",
             HTTPStatus.BAD_REQUEST,
         )
     return GracefulHTTPError("Internal server error", HTTPStatus.INTERNAL_SERVER_ERROR)

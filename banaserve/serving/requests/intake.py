@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import secrets
-from collections.abc import Mapping, Sized
+from collections.abc import AsyncIterator, Mapping, Sized
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from banaserve.engine.connector.block_hash import describe_adapter
 _SEED_BITS = 62
 _OURS = "banaserve_"
 _TRANSFER = "kv_transfer_params"
+_POLL_S = 0.02
 
 
 def take_client_args(params: Any) -> None:
@@ -206,6 +208,45 @@ class Adapters:
             return dict(options)
         name = self._names[adapter.lora_int_id]
         return {**options, "lora_request": msgspec.structs.replace(adapter, lora_name=name)}
+
+
+class Gate:
+    """Gate before the engines: new requests wait while it is closed."""
+
+    def __init__(self) -> None:
+        self._may_pass = asyncio.Event()
+        self._may_pass.set()
+        self._num_closing = self._num_openings = 0
+
+    async def passed(self) -> None:
+        """Return while the gate is open."""
+        while not self._may_pass.is_set():
+            await self._may_pass.wait()
+
+    def open(self) -> None:
+        """End all waits for requests under way."""
+        self._num_openings += 1
+
+    @contextlib.asynccontextmanager
+    async def closed(self, under_way: Sized) -> AsyncIterator[None]:
+        """Close the gate for the duration of the block, which begins when nothing is under way.
+
+        Raises:
+            ValueError: ``open`` has been called before.
+        """
+        num_openings = self._num_openings
+        self._num_closing += 1
+        self._may_pass.clear()
+        try:
+            while under_way:
+                if self._num_openings > num_openings:
+                    raise ValueError("the engines have been resumed before all requests had ended")
+                await asyncio.sleep(_POLL_S)
+            yield
+        finally:
+            self._num_closing -= 1
+            if not self._num_closing:
+                self._may_pass.set()
 
 
 class SessionTokens:

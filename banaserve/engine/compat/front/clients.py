@@ -12,6 +12,7 @@ import weakref
 from pathlib import Path
 from typing import Any, cast
 
+from vllm.tokenizers.registry import cached_get_tokenizer
 from vllm.v1.engine import async_llm
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.stats import IterationStats
@@ -62,7 +63,17 @@ def set_iteration_stats(kind: type[IterationStats]) -> None:
 def lent_renderer(config: VllmConfig) -> Any:
     """Make a renderer with this configuration, which later clients share."""
     with _making:
-        made = _renderers[_key(config)] = _make_renderer(config)
+        return _made(config)
+
+
+def _made(config: VllmConfig) -> Any:
+    """Make a renderer that no other shares its tokenizer with.
+
+    For prompt embeddings a renderer adds a token to its tokenizer and to all copies of it. Another
+    renderer would take the token's id for one of the model, and engines die of such an id.
+    """
+    made = _renderers[_key(config)] = _make_renderer(config)
+    cached_get_tokenizer.cache_clear()
     return made
 
 
@@ -71,7 +82,7 @@ def _shared_renderer(config: VllmConfig) -> Any:
     key = _key(config)
     with _making:  # clients connect on threads
         if (found := _renderers.get(key)) is None:
-            found = _renderers[key] = _make_renderer(config)
+            found = _made(config)
         return found
 
 

@@ -273,17 +273,22 @@ class Controller:
     async def _carry_out_in_order(
         self, pairs: Sequence[tuple[Step, WantedStep]], decision: DecisionRecord
     ) -> None:
-        """Carry out each step after the previous one is done; stop at the first that is not."""
+        """Carry out each step after the previous one is done; stop at the first that is not.
+
+        A pause stops them too: none begins while paused.
+        """
         left = list(pairs)
         self._waiting.append(left)
         try:
-            while left:
-                if not await self._carry_out(*left.pop(0), decision):
-                    for _, wanted in left:
-                        wanted.held = str(Held.EARLIER)
-                    if left:
-                        self.log.write(decision)
-                    return
+            held = Held.EARLIER
+            while left and await self._carry_out(*left.pop(0), decision):
+                if self._is_paused:
+                    held = Held.PAUSED
+                    break
+            for _, wanted in left:
+                wanted.held = str(held)
+            if left:
+                self.log.write(decision)
         finally:
             self._waiting.remove(left)
 
