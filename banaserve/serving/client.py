@@ -80,6 +80,8 @@ _FAULTS = "banaserve starts failed engines again by itself: see /ready and `bana
 _SCALE = "the number of instances is changed with `banaserve scale`"
 _CHANGE_WEIGHTS = frozenset({"discard", "load_model", "sleep"})
 _LIGHT_SLEEP = 1
+_POLL_S, _END_S = 0.02, 5.0
+"""Interval of looks at aborted requests, and maximum wait for their ends, in seconds."""
 
 
 def _refusing(words: str) -> Callable[..., Coroutine[Any, Any, NoReturn]]:
@@ -376,6 +378,7 @@ class DisaggregatedClient(EngineClient):
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
         self._router.residency.forget()
+        await self._router.lookups.told()
         answers = await self._broadcast(
             "reset_prefix_cache", reset_running_requests, reset_connector
         )
@@ -468,17 +471,22 @@ class DisaggregatedClient(EngineClient):
 
         With ``mode`` "wait", engines are told once all requests under way have ended: an engine
         would hold back the decode leg of a request that another engine has begun. Caches are left
-        to the block: the first engine that clears them empties the store, which others must not
-        use any more.
+        to the block: the first engine that clears them empties the store, in which neither other
+        engines nor requests that have ended may hold blocks any more.
         """
         is_waiting = mode == "wait" and not self._lasting.calls
         held = self._gate.closed(self._sequences) if is_waiting else contextlib.nullcontext()
         async with held, self._calling:
             self._lasting.begin("pause_generation", mode="keep", clear_cache=False)
+            ending = set(self._sequences) if mode == "abort" else set()
             if mode == "abort":  # prefill legs must not be retried as if an engine died
                 for context in self._under_way():
                     context.aborted = True
             await self._broadcast("pause_generation", mode=mode, clear_cache=False)
+            until_s = self._clock.now() + _END_S
+            while ending & self._sequences.keys() and self._clock.now() < until_s:
+                await self._clock.sleep(_POLL_S)
+            await self._router.lookups.told()
             yield
 
     async def _call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:

@@ -96,7 +96,9 @@ def client(serving: list[Any] | None = None, **model: Any) -> Any:
     )
     made._lasting, made._calling, made._gate = LastingCalls(), asyncio.Lock(), Gate()
     made._sequences = {}
-    made._router = SimpleNamespace(residency=SimpleNamespace(forget=lambda: None))
+    made._router = SimpleNamespace(
+        residency=SimpleNamespace(forget=lambda: None), lookups=SimpleNamespace(told=taking)
+    )
     made._supported_tasks = ("generate",)
     made._has_store_peers = False
     made._request_timeout_s, made._lookup_above_tokens = 60.0, MAX_MODEL_LEN
@@ -190,6 +192,10 @@ async def test_a_pause_tells_those_that_it_ends(mode: str) -> None:
     if mode == "wait":  # until those under way have ended
         await turns(lambda: not made._gate._may_pass.is_set())
         assert told == []
+        made._sequences.clear()
+    elif mode == "abort":  # the store is cleared once they hold nothing there
+        await turns(lambda: told)
+        assert told == [("abort", False)]
         made._sequences.clear()
     await pausing
     assert context.aborted == (mode == "abort")

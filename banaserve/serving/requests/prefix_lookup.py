@@ -148,6 +148,11 @@ class PrefixLookups:
             if self._telling is None or self._telling.done():
                 self._telling = asyncio.get_running_loop().create_task(self._tell())
 
+    async def told(self) -> None:
+        """Return when the stores know of all holds that have ended."""
+        if self._telling is not None:
+            await asyncio.wait({self._telling})
+
     async def _tell(self) -> None:
         while self._ended:
             await asyncio.sleep(_TELL_S)
