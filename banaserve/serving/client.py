@@ -365,8 +365,7 @@ class DisaggregatedClient(EngineClient):
         if level > _LIGHT_SLEEP:
             # Awake again, the engine would compute without them and put wrong KV into the store.
             raise NotImplementedError(f"sleep level {level} throws weights away: use level 1")
-        self._router.residency.forget()
-        self._mark_all_aborted(mode)
+        await self.pause_generation(mode=mode, clear_cache=level > 0)
         await self._broadcast("sleep", level, mode)
 
     async def release_kv_cache_memory(self) -> None:
@@ -389,7 +388,12 @@ class DisaggregatedClient(EngineClient):
         self._mark_all_aborted(mode)
         if clear_cache:
             self._router.residency.forget()
-        await self._broadcast("pause_generation", mode=mode, clear_cache=clear_cache)
+        await self._broadcast("pause_generation", mode=mode, clear_cache=False)
+        if clear_cache and mode != "keep":
+            # With its pause, an engine would clear the store while others have blocks in use.
+            await self._broadcast("reset_prefix_cache", True, True)
+            await self.reset_mm_cache()
+            await self.reset_encoder_cache()
 
     async def is_paused(self) -> bool:
         return any(await self._broadcast("is_paused"))

@@ -176,8 +176,31 @@ async def test_a_pause_tells_those_that_it_ends(mode: str) -> None:
 
     made = client([SimpleNamespace(llm=SimpleNamespace(pause_generation=pause_generation))])
     made._sequences = {1: [await prepared(made, 4)]}
-    await made.pause_generation(mode=mode)
+    await made.pause_generation(mode=mode, clear_cache=False)
     assert (made._sequences[1][0].aborted, told) == (mode == "abort", [mode])
+
+
+@pytest.mark.parametrize("method", ["pause_generation", "sleep"])
+async def test_caches_are_cleared_once_all_engines_pause(method: str) -> None:
+    told: list[str] = []
+
+    class Engine:
+        async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+            told.append(f"pause {clear_cache}")
+
+        def __getattr__(self, name: str) -> Any:
+            async def tell(*_: Any) -> bool:
+                told.append(name)
+                return name != "reset_prefix_cache"  # a request between two legs has blocks
+
+            return tell
+
+    made = client([SimpleNamespace(llm=Engine()), SimpleNamespace(llm=Engine())])
+    made._sequences = {}
+    await getattr(made, method)(mode="abort")
+    whole = ["pause False", "reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache"]
+    whole += ["sleep"] if method == "sleep" else []
+    assert told == [name for name in whole for _ in range(2)]
 
 
 async def test_a_logits_processor_of_the_users_sees_the_whole_output() -> None:
