@@ -20,6 +20,7 @@ from collections.abc import (
 )
 from contextvars import ContextVar
 from http import HTTPStatus
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from banaserve.base.access.cache_salt import own_prompt, own_salt
@@ -336,12 +337,18 @@ class DisaggregatedClient(EngineClient):
 
     # ---- methods that go to every instance
 
-    async def abort(self, request_id: str | Iterable[str]) -> None:
+    async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         for context in self._under_way():
             context.aborted = context.aborted or context.request.external_req_id in ids
         ids += [f"{one}-p" for one in ids]
         await self._broadcast("abort", ids)
+
+    @property
+    def output_processor(self) -> SimpleNamespace:
+        """Ids of all requests, where vLLM's endpoint that aborts all of them looks for them."""
+        ids = dict.fromkeys(one.request.external_req_id for one in self._under_way())
+        return SimpleNamespace(request_states=ids, parent_requests={})
 
     start_profile = _to_every_instance("start_profile")
     stop_profile = _to_every_instance("stop_profile")
@@ -489,6 +496,9 @@ class DisaggregatedClient(EngineClient):
 
     def shutdown(self, timeout: float | None = None) -> None:
         self.renderer.shutdown()
+
+
+compat.AsyncLLM.register(DisaggregatedClient)  # that endpoint accepts no other client
 
 
 async def _salted(pieces: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:

@@ -17,6 +17,7 @@ pytest.importorskip("vllm")
 
 from fastapi import FastAPI
 from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.rl.online.api_router import router as abort_router
 from vllm.entrypoints.serve.dev.rpc.api_router import attach_router
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.instrumentator import health
@@ -124,6 +125,24 @@ async def test_an_abort_by_id_is_told_to_the_request_and_to_both_legs() -> None:
     made._sequences = {1: [other], 2: [job]}
     await made.abort(["r"])
     assert (other.aborted, job.aborted, told) == (False, True, [["r", "r-p"]])
+
+
+async def test_all_requests_are_aborted_if_none_is_named() -> None:
+    told: list[list[str]] = []
+
+    async def abort(ids: list[str]) -> None:
+        told.append(ids)
+
+    app = FastAPI()
+    app.include_router(abort_router)
+    app.state.engine_client = made = client([SimpleNamespace(llm=SimpleNamespace(abort=abort))])
+    job = await prepared(made, 4)
+    made._sequences = {1: [job]}
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://door") as door:
+        answer = await door.post("/abort_requests", json={})
+    assert answer.json() == {"status": "aborted", "aborted": 1}
+    assert (job.aborted, told) == (True, [["r", "r-p"]])
 
 
 @pytest.mark.parametrize(
