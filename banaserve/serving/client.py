@@ -54,6 +54,7 @@ from banaserve.serving.requests.intake import (
     Blockers,
     Gate,
     SessionTokens,
+    load_adapter,
     take_client_args,
     take_in,
 )
@@ -283,6 +284,7 @@ class DisaggregatedClient(EngineClient):
         tokens.check()
         stream = instance.llm.generate(_salted(prompt), params, request_id, **given)
         try:
+            await load_adapter(instance, given.get("lora_request"))
             with instance.holding(0):
                 async with contextlib.aclosing(stream) as outputs:
                     async for output in outputs:
@@ -318,6 +320,8 @@ class DisaggregatedClient(EngineClient):
             instance = min(serving, key=lambda i: i.inflight_requests)
             assert instance.llm is not None
             try:
+                async with asyncio.timeout_at(deadline):
+                    await load_adapter(instance, options.get("lora_request"))
                 with instance.holding(0):
                     stream = instance.llm.encode(prompt, pooling_params, request_id, **options)
                     async with contextlib.aclosing(stream):
@@ -425,6 +429,8 @@ class DisaggregatedClient(EngineClient):
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         self._adapters.begin(lora_request)
+        for instance in self._cluster.serving():
+            instance.adapters.add(lora_request.lora_int_id)
         added = all(await self.ask("add_lora", lora_request))
         await self._adapters.loaded(lora_request)
         return added

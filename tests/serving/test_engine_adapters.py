@@ -18,8 +18,9 @@ from vllm.sampling_params import SamplingParams
 
 from banaserve.engine.compat import engine as compat
 from banaserve.engine.compat import kv_cache
+from banaserve.engine.compat.requests import GracefulHTTPError
 from banaserve.serving.client import DisaggregatedClient
-from banaserve.serving.requests.intake import Adapters
+from banaserve.serving.requests.intake import Adapters, load_adapter
 
 BLOCK_SIZE = 4
 
@@ -106,6 +107,7 @@ async def test_engines_are_told_the_adapter_and_the_user_its_name(folder: Path) 
     made._adapters, made._request_timeout_s = Adapters(), 60.0
     instance = SimpleNamespace(
         llm=SimpleNamespace(add_lora=add_lora, encode=encode),
+        adapters=set(),
         inflight_requests=0,
         holding=lambda _: _Nothing(),
     )
@@ -130,3 +132,50 @@ class _Nothing:
 
     def __exit__(self, *_: object) -> None:
         pass
+
+
+def instance(error: Exception | None = None) -> Any:
+    """Instance whose engine has started since adapters were loaded."""
+    asked: list[LoRARequest] = []
+
+    async def add_lora(adapter: LoRARequest) -> bool:
+        asked.append(adapter)
+        if error is not None:
+            raise error
+        return True
+
+    llm = SimpleNamespace(add_lora=add_lora)
+    return SimpleNamespace(id="d0", adapters=set(), llm=llm, asked=asked)
+
+
+async def test_an_engine_gets_an_adapter_before_the_first_request_that_needs_it(
+    folder: Path,
+) -> None:
+    adapters = Adapters()
+    adapter = adapters.resolve_lora({"lora_request": await loaded(adapters, folder)})
+    started = instance()
+    for _ in range(2):
+        await load_adapter(started, adapter["lora_request"])
+        await load_adapter(started, None)
+    assert started.asked == [adapter["lora_request"]]
+
+    with pytest.raises(GracefulHTTPError, match="d0 cannot load adapter sql: out of memory"):
+        await load_adapter(instance(RuntimeError("out of memory")), adapter["lora_request"])
+    with pytest.raises(compat.EngineDeadError):
+        await load_adapter(instance(compat.EngineDeadError()), adapter["lora_request"])
+
+
+@pytest.mark.parametrize("are_gone", [False, True])
+async def test_an_engine_gets_no_adapter_whose_files_are_others_now(
+    folder: Path, are_gone: bool
+) -> None:
+    adapters = Adapters()
+    adapter = adapters.resolve_lora({"lora_request": await loaded(adapters, folder)})
+    if are_gone:
+        (folder / "adapter_model.safetensors").unlink()
+    else:
+        train(folder)
+    started = instance()
+    with pytest.raises(GracefulHTTPError, match="d0 cannot load adapter sql: "):
+        await load_adapter(started, adapter["lora_request"])
+    assert (started.asked, started.adapters) == ([], set())

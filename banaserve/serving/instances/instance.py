@@ -91,6 +91,7 @@ class Instance:
         inflight: Counts of the legs that were sent to the instance and have not ended.
         coming: Requests that will decode here, while their prompts are computed elsewhere.
         step_tokens: Maximum number of tokens of a step; 0 for the default of the role.
+        adapters: Ids of the LoRA adapters that its engine has loaded.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Instance:
         self._clock = clock
         self._lasting = lasting
         self._taken: Calls = {}
+        self.adapters: set[int] = set()
         self._gpu = GpuMeter.open(launcher.devices_of(instance_id), clock)
         self.board = self._new_board()
         self.inflight = Inflight()
@@ -178,7 +180,7 @@ class Instance:
         self._kv_token_bytes = kv_token_bytes(self.llm.vllm_config)
         self.board.block_tokens = cache.block_size
         await self.take_budget(self.role, self.step_tokens)
-        self._taken = {}
+        self._taken, self.adapters = {}, set()
         await self.catch_up(timeout_s)
         self._check_is_wanted()
         self.board.answered(idle=True)

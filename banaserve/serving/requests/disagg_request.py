@@ -26,6 +26,7 @@ from banaserve.orchestrator.control.routing.legs import LegReason
 from banaserve.serving.instances.instance import REBALANCED, Instance
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.monitoring.leg_stats import IterationByLeg
+from banaserve.serving.requests.intake import load_adapter
 from banaserve.serving.requests.legs import (
     LegMovedError,
     LegOutputCollector,
@@ -105,6 +106,7 @@ async def prefill(
     context: RequestContext, router: Router, legs: RoutedLegs, instance: Instance
 ) -> None:
     """Run the prefill leg: it leaves the prompt's KV in the store, and its token in ``context``."""
+    await _load_adapter(context, instance)
     llm, stats = _client(instance), context.stats(is_prefill=True)
     is_for_all = not context.others_have_begun and context.index == 0
     hold = router.lookups.hold(context.hold, instance.place.store, legs.decode.place.store)
@@ -181,6 +183,7 @@ async def decode(
 ) -> AsyncGenerator[RequestOutput, None]:
     """Run the decode leg, or the whole request if there was no prefill leg."""
     instance, batching = legs.decode, router.decode_batching
+    await _load_adapter(context, instance)
     llm, request_id = _client(instance), context.request.request_id
     queue = LegOutputCollector(context.params.output_kind, request_id)
     name, num_resumed = "decode" if context.prefilled else "whole", context.num_output_tokens
@@ -423,6 +426,12 @@ def _client(instance: Instance) -> compat.AsyncLLM:
     if instance.llm is None:
         raise InstanceDeadError(f"instance {instance.id} is not there")
     return instance.llm
+
+
+async def _load_adapter(context: RequestContext, instance: Instance) -> None:
+    if (adapter := context.request.lora_request) is not None:
+        async with asyncio.timeout_at(context.deadline):
+            await load_adapter(instance, adapter)
 
 
 async def _abort(llm: compat.AsyncLLM, request_id: str) -> None:

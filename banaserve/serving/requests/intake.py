@@ -24,11 +24,13 @@ from banaserve.engine.compat.requests import (
     SamplingType,
 )
 from banaserve.engine.connector.block_hash import describe_adapter
+from banaserve.serving.instances.instance import Instance
 
 _SEED_BITS = 62
 _OURS = "banaserve_"
 _TRANSFER = "kv_transfer_params"
 _POLL_S = 0.02
+_DIGEST_CHARS = 16
 
 
 def take_client_args(params: Any) -> None:
@@ -198,7 +200,7 @@ class Adapters:
             OSError: A file of the adapter cannot be read.
         """
         digest = await asyncio.to_thread(describe_adapter, adapter.lora_path)
-        name = f"{adapter.lora_name}@{adapter.lora_int_id}.{digest[:16]}"
+        name = f"{adapter.lora_name}@{adapter.lora_int_id}.{digest[:_DIGEST_CHARS]}"
         self._names[adapter.lora_int_id] = name
 
     def resolve_lora(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,6 +210,31 @@ class Adapters:
             return dict(options)
         name = self._names[adapter.lora_int_id]
         return {**options, "lora_request": msgspec.structs.replace(adapter, lora_name=name)}
+
+
+async def load_adapter(instance: Instance, adapter: LoRARequest | None) -> None:
+    """Load the adapter of a request in an engine that lacks it, as one does that has restarted.
+
+    An engine dies of an adapter that it cannot load within a step.
+
+    Raises:
+        GracefulHTTPError: The adapter cannot be loaded, or its files have changed since.
+        EngineDeadError: The engine has ended.
+    """
+    if adapter is None or instance.llm is None or adapter.lora_int_id in instance.adapters:
+        return
+    try:
+        digest = await asyncio.to_thread(describe_adapter, adapter.lora_path)
+        if not adapter.lora_name.endswith(f".{digest[:_DIGEST_CHARS]}"):
+            raise ValueError("its files have changed since it was loaded: load it again")
+        await instance.llm.add_lora(adapter)
+    except compat.EngineDeadError:
+        raise
+    except Exception as error:
+        name = adapter.lora_name.rpartition("@")[0]
+        words = f"{instance.id} cannot load adapter {name}: {error}"
+        raise GracefulHTTPError(words, HTTPStatus.SERVICE_UNAVAILABLE) from error
+    instance.adapters.add(adapter.lora_int_id)
 
 
 class Gate:
