@@ -57,6 +57,7 @@ async def run_request(
                     leg = "prefill"
                     await prefill(context, router, legs, legs.prefill)
                 leg = "decode"
+                await _load_adapter(context, legs.decode)
                 if context.aborted:
                     yield context.send(await aborted_output(context, legs.decode))
                     return
@@ -170,6 +171,7 @@ async def hand_over(context: RequestContext, router: Router, legs: RoutedLegs) -
         async with asyncio.timeout_at(context.deadline):
             legs = await router.route(asked, None, context.notes, context.weights)
         context.prediction = None
+        await _load_adapter(context, legs.decode)
     context.weights = legs.decode.weights
     context.prompt_leg_ended.set()
     if context.is_first_try and context.index == 0:
@@ -183,7 +185,6 @@ async def decode(
 ) -> AsyncGenerator[RequestOutput, None]:
     """Run the decode leg, or the whole request if there was no prefill leg."""
     instance, batching = legs.decode, router.decode_batching
-    await _load_adapter(context, instance)
     llm, request_id = _client(instance), context.request.request_id
     queue = LegOutputCollector(context.params.output_kind, request_id)
     name, num_resumed = "decode" if context.prefilled else "whole", context.num_output_tokens
