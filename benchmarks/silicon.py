@@ -4,7 +4,8 @@
 
 The run's requests arrive as they did (LLMServingSim's format). The files of operators tell model
 and GPU, the run's own file its limits (``PREFIX_meta.yaml``, ``RUN_meta.json``), where options do
-not; the KV cache has the memory that weights leave. Compared are operators as measured, operators
+not; the KV cache has the memory that weights leave. With tensor parallelism the operators are those
+of one GPU, and all-reduces are aiconfigurator-core's. Compared are operators as measured, operators
 with one fitted constant, the CPU's time between two steps, and the best linear step times of the
 same operators with such a constant. Constants are fitted on requests whose id has an even hash,
 errors are those of the others. Both halves are of one run, so their steps are the same: an error
@@ -60,11 +61,11 @@ MODELS = {
     "Qwen/Qwen3-30B-A3B-Instruct-2507": "Qwen/Qwen3-30B-A3B",
 }
 """Models in aiconfigurator-core that have the shape of another one."""
-MEMORY_MIB = {
-    "NVIDIA GeForce RTX 4090": 24_564,
-    "NVIDIA RTX PRO 6000 Blackwell Server Edition": 97_887,
+GPUS = {
+    "NVIDIA GeForce RTX 4090": (24_564, None),
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": (97_887, "rtx_pro_6000_server"),
 }
-"""Memory by the name of the GPU, as nvidia-smi says."""
+"""Memory in MiB, and name in aiconfigurator-core, by what nvidia-smi calls the GPU."""
 _MEMORY_FRACTION = 0.9
 _OTHER_BYTES = 1.5 * 2**30
 """Memory of activations, CUDA graphs and the driver, for steps of 2,048 tokens (estimate)."""
@@ -116,6 +117,20 @@ class LinearTimes:
     ) -> float:
         """Return the time of one step; see ``GpuStepTimes``."""
         return self._costs.mixed_s(tokens, pairs, batch, context)[0]
+
+
+class WithAllReduces:
+    """Step times of one of several GPUs, and the all-reduces between them (``GpuStepTimes``)."""
+
+    def __init__(self, times: GpuStepTimes, package: AiconfiguratorTimes) -> None:
+        self._times, self._package = times, package
+
+    def step_s(
+        self, tokens: int, pairs: int, batch: int, context: int, contexts: Contexts | None = None
+    ) -> float:
+        """Return the time of one step; see ``GpuStepTimes``."""
+        alone_s = self._times.step_s(tokens, pairs, batch, context, contexts)
+        return alone_s + self._package.all_reduces_s(tokens + batch)
 
 
 class RecordedTimes:
@@ -189,17 +204,18 @@ def main(argv: Sequence[str]) -> int:
     add("--model", help="folder with a config.json, or name in aiconfigurator-core")
     add("--gpu-memory", type=positive, metavar="MIB", help="memory of the GPU, by nvidia-smi")
     add("--layers", type=positive, help="layers of the model, if not those of its config.json")
+    add("--tensor-parallel", type=positive, metavar="N", help="GPUs of the run's engine")
     add("--max-requests", type=positive, help="max_num_seqs of the run")
     add("--step-tokens", type=positive, help="max_num_batched_tokens of the run")
     add("--graph-tokens", type=positive, default=256, help="largest CUDA graph of the run")
-    add("--system", help="GPU in aiconfigurator-core, to compare its operators, too")
+    add("--system", help="GPU in aiconfigurator-core, whose operators are compared")
     given = with_told(parser.parse_args(list(argv)))
     measurement = Measurement("silicon", given)
     config = config_file(given.model)
     shape = read_shape(config)
     if given.layers is not None:
         shape = replace(shape, num_layers=given.layers)
-    memory = MemorySection(kv_tokens(shape, given.gpu_memory))
+    memory = MemorySection(kv_tokens(shape, given.gpu_memory, given.tensor_parallel))
     profile = replace(load(_PROFILE), model=shape, memory=memory)
     limits = {"step_tokens": given.step_tokens, "max_requests": given.max_requests}
     replay = RunReplay(read_run(given.run), profile, limits)
@@ -228,14 +244,20 @@ def with_told(given: argparse.Namespace) -> argparse.Namespace:
     """Return ``given`` with what files beside run and operators tell, where options do not.
 
     Raises:
-        UserError: Neither tells model, memory or a limit.
+        UserError: Neither tells model, memory or a limit, or the run is of a kind of parallelism
+            that is not replayed.
     """
     of_gpu = _told(given.operators, r"_tp\d+", "_meta.yaml")
     of_run = _told(given.run, r"\.jsonl(\.zst)?", "_meta.json").get("engine_kwargs", {})
+    for name in ("data_parallel_size", "pipeline_parallel_size", "enable_expert_parallel"):
+        if (value := int(of_run.get(name) or 0)) > (name != "enable_expert_parallel"):
+            raise UserError(f"{given.run}: {name} is {value}: only tensor parallelism is replayed")
+    memory_mib, system = GPUS.get(str(of_gpu.get("gpu")), (None, None))
     model = of_gpu.get("model")
     told = {
         "model": MODELS.get(str(model), model),
-        "gpu_memory": MEMORY_MIB.get(str(of_gpu.get("gpu"))),
+        "gpu_memory": memory_mib,
+        "tensor_parallel": of_run.get("tensor_parallel_size", 1),
         "max_requests": of_run.get("max_num_seqs"),
         "step_tokens": of_run.get("max_num_batched_tokens"),
     }
@@ -244,6 +266,15 @@ def with_told(given: argparse.Namespace) -> argparse.Namespace:
             if value is None:
                 raise UserError(f"no file says it: give --{name.replace('_', '-')}")
             setattr(given, name, value)
+    given.system = given.system or system
+    of_files = re.search(r"_tp(\d+)$", given.operators.name)
+    if of_files and int(of_files[1]) != given.tensor_parallel:
+        raise UserError(
+            f"{given.operators.name} is no prefix of operators with tensor parallel size "
+            f"{given.tensor_parallel}, which the run had"
+        )
+    if given.tensor_parallel > 1 and given.system is None:
+        raise UserError("all-reduces of a run on several GPUs need the GPU's name: give --system")
     return given
 
 
@@ -258,14 +289,18 @@ def _told(path: Path, end: str, instead: str) -> dict[str, Any]:
     return found
 
 
-def kv_tokens(shape: ModelSection, memory_mib: int) -> int:
+def kv_tokens(shape: ModelSection, memory_mib: int, num_gpus: int = 1) -> int:
     """Return how many tokens fit into the memory that the weights leave, as vLLM shares it out.
+
+    Args:
+        num_gpus: Number of GPUs that share weights and KV evenly.
 
     Raises:
         UserError: The weights leave no memory.
     """
     weights = shape.num_layers * shape.layer_weights + shape.fixed_weights
-    free = _MEMORY_FRACTION * memory_mib * 2**20 - weights * shape.element_bytes - _OTHER_BYTES
+    free = num_gpus * (_MEMORY_FRACTION * memory_mib * 2**20 - _OTHER_BYTES)
+    free -= weights * shape.element_bytes
     tokens = int(free / (shape.num_layers * shape.layer_token_bytes))
     if tokens < 1:
         raise UserError(f"the weights leave no KV cache in {memory_mib:,} MiB")
@@ -280,7 +315,12 @@ def _compared(
 ) -> dict[str, tuple[GpuStepTimes, float]]:
     """Return kinds of step times by name, each with the CPU's time between two steps."""
     layers, graphs = profile.model.num_layers, graph_sizes(given.graph_tokens)
-    operators = read_operators(given.operators, layers, experts, graphs)
+    operators: GpuStepTimes = read_operators(given.operators, layers, experts, graphs)
+    package = None
+    if given.system is not None:
+        package = AiconfiguratorTimes(given.model, given.system, given.tensor_parallel)
+        if given.tensor_parallel > 1:
+            operators = WithAllReduces(operators, package)
     host_s = replay.fit(operators)
     recorded = RecordedTimes(operators)
     replay.simulated(recorded, host_s)
@@ -291,8 +331,7 @@ def _compared(
         "operators_fitted": (operators, host_s),
         "linear_fitted": (linear, replay.fit(linear)),
     }
-    if given.system is not None:
-        package = AiconfiguratorTimes(given.model, given.system)
+    if package is not None:
         kinds["package"] = (package, 0.0)
         kinds["package_fitted"] = (package, replay.fit(package))
     return kinds

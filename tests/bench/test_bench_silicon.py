@@ -11,11 +11,13 @@ import pytest
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs.profile import load
 from banaserve_bench.plan.probe.model_shape import read_experts
+from banaserve_bench.silicon.aiconfigurator import AiconfiguratorTimes
 from banaserve_bench.silicon.linear import linear_fit
 from benchmarks.silicon import (
     LinearTimes,
     RealRequest,
     RunReplay,
+    WithAllReduces,
     errors,
     kv_tokens,
     read_run,
@@ -99,23 +101,62 @@ def test_linear_times_are_found_again_from_steps() -> None:
     assert decode.request_s == pytest.approx(profile.decode_small.request_s)
 
 
-def test_files_beside_run_and_operators_say_what_options_do_not(tmp_path: Path) -> None:
-    (tmp_path / "gpu_meta.yaml").write_text(
-        "gpu: NVIDIA GeForce RTX 4090\nmodel: meta-llama/Llama-3.1-8B\n"
-    )
+def _given(folder: Path, **options: object) -> Namespace:
+    names = ("model", "gpu_memory", "tensor_parallel", "max_requests", "step_tokens", "system")
+    paths = {"run": folder / "run.jsonl.zst", "operators": folder / "gpu_tp1"}
+    return Namespace(**dict.fromkeys(names), **paths | options)
+
+
+def _tell(folder: Path, gpu: str, **engine: object) -> None:
+    """Write what a run and its operators tell of themselves."""
+    (folder / "gpu_meta.yaml").write_text(f"gpu: {gpu}\nmodel: meta-llama/Llama-3.1-8B\n")
     limits = {"max_num_seqs": 128, "max_num_batched_tokens": 2048}
-    (tmp_path / "run_meta.json").write_text(json.dumps({"engine_kwargs": limits}))
-    names = ("model", "gpu_memory", "max_requests", "step_tokens")
+    (folder / "run_meta.json").write_text(json.dumps({"engine_kwargs": limits | engine}))
 
-    def told(**options: object) -> tuple[object, ...]:
-        paths = {"run": tmp_path / "run.jsonl.zst", "operators": tmp_path / "gpu_tp1"}
-        found = with_told(Namespace(**dict.fromkeys(names), **paths | options))
-        return tuple(getattr(found, name) for name in names)
 
-    assert told() == ("meta-llama/Meta-Llama-3.1-8B", 24_564, 128, 2048)
+def test_files_beside_run_and_operators_say_what_options_do_not(tmp_path: Path) -> None:
+    _tell(tmp_path, "NVIDIA GeForce RTX 4090")
+    found = with_told(_given(tmp_path))
+    assert (found.model, found.gpu_memory) == ("meta-llama/Meta-Llama-3.1-8B", 24_564)
+    assert (found.max_requests, found.step_tokens) == (128, 2048)
+    assert (found.tensor_parallel, found.system) == (1, None)
     (tmp_path / "run_meta.json").unlink()
     with pytest.raises(UserError, match="no file says it: give --max-requests"):
-        told()
+        with_told(_given(tmp_path))
+
+
+def test_a_run_on_several_gpus_needs_their_operators_and_all_reduces(tmp_path: Path) -> None:
+    _tell(tmp_path, "NVIDIA RTX PRO 6000 Blackwell Server Edition", tensor_parallel_size=2)
+    with pytest.raises(UserError, match=r"gpu_tp1 is no prefix .* parallel size 2"):
+        with_told(_given(tmp_path))
+    found = with_told(_given(tmp_path, operators=tmp_path / "gpu_tp2"))
+    assert (found.tensor_parallel, found.system) == (2, "rtx_pro_6000_server")
+    _tell(tmp_path, "NVIDIA GeForce RTX 4090", tensor_parallel_size=2)
+    with pytest.raises(UserError, match="give --system"):
+        with_told(_given(tmp_path, operators=tmp_path / "gpu_tp2"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("data_parallel_size", 2), ("pipeline_parallel_size", 2), ("enable_expert_parallel", True)],
+)
+def test_other_parallelism_is_refused(tmp_path: Path, name: str, value: int) -> None:
+    _tell(tmp_path, "NVIDIA GeForce RTX 4090", **{name: value})
+    with pytest.raises(UserError, match=f"{name} is {int(value)}: only tensor parallelism"):
+        with_told(_given(tmp_path))
+
+
+def test_all_reduces_are_added_to_the_steps_of_one_gpu() -> None:
+    pytest.importorskip("aiconfigurator_core")
+    alone = LinearTimes(load(_PROFILE))
+    package = AiconfiguratorTimes("Qwen/Qwen3-32B", "rtx_pro_6000_server", 2)
+    both = WithAllReduces(alone, package)
+    decode, prompt = (0, 0, 64, 64_000), (2048, 2048**2, 64, 64_000)
+    added = [both.step_s(*step) - alone.step_s(*step) for step in (decode, prompt)]
+    assert added == pytest.approx([package.all_reduces_s(64), package.all_reduces_s(2112)])
+    # Two all-reduces in each of 64 layers, each of at least 5 us and at most 100 GB/s.
+    assert added[0] > 128 * 5e-6
+    assert added[1] > 128 * 2112 * 5120 * 2 / 100e9
 
 
 def test_experts_are_those_of_the_configuration(tmp_path: Path) -> None:
@@ -134,3 +175,5 @@ def test_the_kv_cache_has_the_memory_that_weights_leave() -> None:
     assert 0 <= left - tokens * shape.num_layers * shape.layer_token_bytes < 2**20
     with pytest.raises(UserError, match="leave no KV cache"):
         kv_tokens(shape, 16_000)
+    added = (0.9 * 24_564 * 2**20 - 1.5 * 2**30) / (shape.num_layers * shape.layer_token_bytes)
+    assert kv_tokens(shape, 24_564, 2) - tokens == pytest.approx(added, abs=1)

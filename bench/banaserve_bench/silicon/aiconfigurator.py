@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ PACKAGE_MISSING = (
 )
 MOST_CHARS = 200
 """Maximum length of what is shown of the package's errors, some of which list all that it knows."""
+_ALL_REDUCE = re.compile(r"_ar(_\d+)?$|_dispatch$")
+"""End of the package's names of all-reduces; with experts, those of a layer are dispatches."""
 PRECISIONS = ("gemm", "moe", "kvcache", "fmha")
 """Kinds of operators whose precision can be other than the config.json's."""
 
@@ -60,6 +63,7 @@ class AiconfiguratorTimes:
         width = tensor_parallel * data_parallel
         experts = width if expert_parallel else 1
         self._groups = data_parallel
+        self._all_reduces_s: dict[int, float] = {}
         try:
             self._engine: Any = EngineHandle.compile(
                 model,
@@ -100,3 +104,12 @@ class AiconfiguratorTimes:
             _, mixed_ms, _, decode_ms = engine.mixed_step_breakdown(tokens, batch, each, 2)
             total_ms += mixed_ms - alone[1] + decode_ms
         return total_ms / 1e3
+
+    def all_reduces_s(self, tokens: int) -> float:
+        """Return the time of a step's all-reduces between the GPUs of a group, in seconds."""
+        if tokens not in self._all_reduces_s:
+            shared, *_ = self._engine.mixed_step_breakdown_per_op(tokens, 0, tokens, 2)
+            self._all_reduces_s[tokens] = sum(
+                ms / 1e3 for name, ms, *_ in shared if _ALL_REDUCE.search(name)
+            )
+        return self._all_reduces_s[tokens]
