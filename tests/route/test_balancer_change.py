@@ -196,6 +196,16 @@ async def test_a_report_is_as_old_as_the_step_that_it_is_of(house):
     assert view.sent_since_report == 0
 
 
+async def test_a_step_without_output_is_reported_though_it_is_not_counted(house):
+    replica = await house.replica()
+    replica.metrics = steps_page(7, pending=3)
+    balancer = await house.balance(replica, policy=PolicySettings(name="skywalker"), health=HEALTH)
+    [target] = balancer.targets.values()
+    await house.until(lambda: target.view.pending == 3)
+    replica.metrics = steps_page(7)  # all requests have been aborted
+    await house.until(lambda: target.view.pending == 0)
+
+
 async def test_a_peer_that_brings_a_surprise_is_looked_at_again(house, monkeypatch):
     async def behave(asked):
         await asked.answer(200, b'{"region": "us", "num_available": 1}')

@@ -58,7 +58,7 @@ class Prober:
         self._on_change, self._on_report, self._log = on_change, on_report, log
         self._reads_reports = reads_reports
         self._tasks: list[asyncio.Task[None]] = []
-        self._num_steps: float | None = None
+        self._seen: tuple[float, ...] = ()
         self._step_s: float | None = None
 
     def start(self) -> None:
@@ -112,13 +112,15 @@ class Prober:
         """Return ``report`` with the engine's own time; None if no step has ended since the last.
 
         An engine sets its gauges at the end of a step, and counts the requests that had come before
-        the step began: before the end of the previous step, which the last new page showed.
+        the step began: before the end of the previous step, which the last new page showed. A step
+        without output, as after all requests were aborted, sets the gauges and is not counted.
         """
         if num_steps is None:
             return report
-        if num_steps == self._num_steps:
+        seen = (num_steps, report.pending, report.running, report.kv_used_fraction)
+        if seen == self._seen:
             return None
-        began_s, self._step_s, self._num_steps = self._step_s, report.at_s, num_steps
+        began_s, self._step_s, self._seen = self._step_s, report.at_s, seen
         return report if began_s is None else structs.replace(report, at_s=began_s)
 
 
