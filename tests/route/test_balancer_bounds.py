@@ -159,6 +159,22 @@ def test_a_long_body_in_another_encoding_is_not_read_for_routing(padding, encodi
     assert request.model == ("" if padding and encoding == "utf-16" else "m")
 
 
+@pytest.mark.parametrize(
+    ("number", "tokens"), [(b"16", 16), (b"16.0", 16), (b"1e1", 10), (b"-1", 0), (b'"16"', 0)]
+)
+@pytest.mark.parametrize("name", [b"max_tokens", b"max_completion_tokens"])
+def test_a_number_in_any_form_of_vllm_hides_no_model(name, number, tokens):
+    body = b'{"model": "m", "%b": %b}' % (name, number)
+    request = read_request(RequestId("1"), message_of(body), 0.0, None, False)
+    assert (request.model, request.expected_output_tokens) == ("m", tokens)
+
+
+def test_a_model_that_is_null_hides_no_prompt():
+    body = b'{"model": null, "prompt": "hello there"}'
+    request = read_request(RequestId("1"), message_of(body), 0.0, None, False)
+    assert (request.model, request.prompt) == ("", b'"hello there"')
+
+
 async def test_any_number_of_output_tokens_can_be_asked_for(house):
     replica = await house.replica()
     await house.balance(replica, policy=PolicySettings(name="gorgo"))

@@ -31,16 +31,20 @@ _RESPONSES = (b"/v1/responses", b"/v1/responses/render")
 _STORED = re.compile(rb"/v1/responses/([^/]{1,256})(?:/cancel)?/?")
 
 
+_Number = int | float | str | bool | None
+"""A number in any form that vLLM accepts, such as ``16.0``."""
+
+
 class _Body(msgspec.Struct):
     """The parts of an OpenAI request that routing reads; a part of another type fails to decode."""
 
-    model: str = ""
+    model: str | None = None
     user: str | None = None
     messages: msgspec.Raw = _NOTHING
     prompt: msgspec.Raw = _NOTHING
     input: msgspec.Raw = _NOTHING
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: _Number = None
+    max_completion_tokens: _Number = None
     stream: msgspec.Raw = _NOTHING
 
 
@@ -76,13 +80,14 @@ def read_request(
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         body = _NO_BODY
     prompt = bytes(body.messages or body.prompt or body.input)
+    max_tokens = body.max_completion_tokens or body.max_tokens
     return Request(
         request_id,
         max(1, len(prompt) // BYTES_A_TOKEN),
         prompt,
-        min(max(0, body.max_completion_tokens or body.max_tokens or 0), MAX_OUTPUT_TOKENS),
+        0 if isinstance(max_tokens, str) else int(min(max(0, max_tokens or 0), MAX_OUTPUT_TOKENS)),
         message.session or (body.user or "")[:MAX_NAME_CHARS],
-        body.model[:MAX_NAME_CHARS],
+        (body.model or "")[:MAX_NAME_CHARS],
         allowed_regions,
         was_forwarded,
         now_s,
