@@ -158,11 +158,12 @@ class ClientRequest:
             self.fields.append(b"%b: %b\r\n" % (name, value))
 
     def _read_seen(self, name: bytes, lowered: bytes, value: bytes) -> None:
-        if lowered in self.seen:
+        before = self.seen.get(lowered)
+        if before is not None and lowered != b"tracestate":  # of which there may be several
             raise RequestRefusedError(
                 400, f"the header field {name.decode('latin-1')} is there twice"
             )
-        self.seen[lowered] = value
+        self.seen[lowered] = value if before is None else b"%b,%b" % (before, value)
         if lowered in _PASSED:
             self.fields.append(b"%b: %b\r\n" % (name, value))
 
