@@ -81,6 +81,39 @@ async def test_each_event_of_a_stream_comes_before_the_next_is_made(house):
         assert [one async for one in chunks] == [b"data: two\n\n"]
 
 
+async def test_a_comment_is_relayed_at_once_and_is_no_first_token(house):
+    go_on = asyncio.Event()
+    comment = b": keep-alive\n\n"
+
+    async def stream(asked):
+        await asked.begin_stream()
+        for _ in range(2):
+            await asked.send(b"%x\r\n%b\r\n" % (len(comment), comment))
+            await go_on.wait()
+            go_on.clear()
+        await asked.event("one")
+        await go_on.wait()
+        await asked.end_stream()
+
+    balancer = await house.balance(await house.replica(stream))
+    [target] = balancer.targets.values()
+    caller = await house.caller()
+    await caller.send(b"POST /v1/completions HTTP/1.1\r\nHost: b\r\nContent-Length: 0\r\n\r\n")
+    await caller.head()
+    chunks = caller.chunks()
+    [request] = balancer._under_way
+    for _ in range(2):
+        assert await anext(chunks) == comment
+        await house.until(lambda: request.status == 200)
+        assert target.view.prefilling == 1
+        go_on.set()
+    assert await anext(chunks) == b"data: one\n\n"
+    await house.until(lambda: target.view.prefilling == 0)
+    assert target.view.outstanding == 1
+    go_on.set()
+    assert [one async for one in chunks] == []
+
+
 async def test_connections_are_used_again_on_both_sides(house):
     replica = await house.replica()
     await house.balance(replica)

@@ -42,6 +42,11 @@ _EVENTS = re.compile(rb"^content-type:[ \t]*text/event-stream", re.IGNORECASE | 
 _HEX = re.compile(rb"[0-9a-fA-F]{1,15}")
 
 
+def is_comment(chunk: bytes) -> bool:
+    """Return whether ``chunk`` of an event stream is a comment, which keeps idle streams open."""
+    return chunk.partition(b"\r\n")[2].startswith(b":")
+
+
 class BodyEnd(StrEnum):
     """Sign by which a body ends."""
 

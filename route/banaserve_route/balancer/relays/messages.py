@@ -63,10 +63,13 @@ class RequestArrived(_Message, frozen=True, tag=5):
 class AnswerBegan(_Message, frozen=True, tag=6):
     """Message: the head of an answer has come, or the first event of a stream.
 
+    Of a stream that begins with a comment, the first event is told by a second message.
+
     Attributes:
         is_relayed: True if the client has got the beginning already, and gets the rest; False if
             the balancer is to say what becomes of the answer.
-        lines: Head of an answer that is not relayed; ``data`` is the beginning of its body.
+        lines: Head of an answer that is not relayed; ``data`` is the beginning of its body, or of a
+            relayed stream the comment that it begins with.
     """
 
     attempt: int

@@ -9,7 +9,7 @@ from banaserve_route.balancer.http.client_connection import ClientConnection
 from banaserve_route.balancer.http.exchange import ReplicaExchange
 from banaserve_route.balancer.http.replica_connection import ConnectionPool
 from banaserve_route.balancer.http.request import ClientRequest
-from banaserve_route.balancer.http.response import Body, BodyEnd, ResponseHead
+from banaserve_route.balancer.http.response import Body, BodyEnd, ResponseHead, is_comment
 from banaserve_route.balancer.relays.messages import (
     AnswerBegan,
     AnswerBroke,
@@ -164,8 +164,14 @@ class RelayedRequest:
         attempt.is_finished_here = True
         if head.body.ends_by is BodyEnd.CLOSE:
             self._client.can_go_on = False
-        self._send(AnswerBegan(*told, True))
+        attempt.is_silent = head.is_events and is_comment(data)
+        attempt.began = AnswerBegan(*told, True)
+        self._send(AnswerBegan(*told, True, data=data) if attempt.is_silent else attempt.began)
         self._client.write(head.to_client(data, closes=not self._client.can_go_on))
+
+    def spoke(self, attempt: _Attempt) -> None:
+        """Tell of the first event of a stream that began with comments."""
+        self._send(attempt.began)
 
     def _is_for_client(self, head: ResponseHead) -> bool:
         """Return whether the balancer would relay this answer, whatever it does at this moment."""
@@ -204,11 +210,14 @@ class _Attempt:
         "_pool",
         "_request",
         "_write",
+        "began",
         "body",
         "exchange",
         "is_finished_here",
+        "is_silent",
         "number",
     )  # fmt: skip
+    began: AnswerBegan
     exchange: ReplicaExchange
 
     def __init__(
@@ -221,7 +230,7 @@ class _Attempt:
         self._request, self.number, self._pool = request, number, pool
         self._write = write
         self.body: Body | None = None
-        self.is_finished_here = False
+        self.is_finished_here = self.is_silent = False
         self._num_reads = 0
         self._last = b""
 
@@ -233,6 +242,9 @@ class _Attempt:
         self._num_reads += 1
         self._last = data
         self._write(data)
+        if self.is_silent and not is_comment(data):
+            self.is_silent = False
+            self._request.spoke(self)
 
     def on_end(self) -> None:
         self._request.ended(self, self._num_reads, self._last)

@@ -11,7 +11,7 @@ from banaserve_route.balancer.http import replies
 from banaserve_route.balancer.http.client_connection import Client, write_error
 from banaserve_route.balancer.http.replica_connection import Sink
 from banaserve_route.balancer.http.request import ClientRequest
-from banaserve_route.balancer.http.response import Body, BodyEnd, ResponseHead
+from banaserve_route.balancer.http.response import Body, BodyEnd, ResponseHead, is_comment
 from banaserve_route.balancer.requests.attempt import UpstreamAttempt
 from banaserve_route.balancer.requests.dispatcher import Dispatcher
 from banaserve_route.balancer.requests.hedging import HedgeEvent
@@ -46,6 +46,7 @@ class ProxiedRequest:
         "_hedge",
         "_holder_is_busy",
         "_is_events",
+        "_is_silent",
         "_last",
         "_on_ended",
         "_tried",
@@ -92,7 +93,8 @@ class ProxiedRequest:
         self._body: Body | None = None
         self._last = b""
         self._why = ""
-        self._is_events = self._had_free_try = self._holder_is_busy = False
+        self._is_events = self._is_silent = False
+        self._had_free_try = self._holder_is_busy = False
 
     @property
     def num_tokens(self) -> int:
@@ -237,8 +239,10 @@ class ProxiedRequest:
         if self._hedge is not None:
             self._end_hedge()
         self.status, self._body, self._last = status, body, data
-        attempt.first_byte(now_s)
         self._is_events = head.is_events
+        self._is_silent = head.is_events and is_comment(data)
+        if not self._is_silent:
+            attempt.first_byte(now_s)
         if body.ends_by is BodyEnd.CLOSE:
             client.can_go_on = False
         client.write(head.to_client(data, closes=not client.can_go_on))
@@ -247,6 +251,9 @@ class ProxiedRequest:
         self.num_reads += 1
         self._last = data
         self._client.write(data)
+        if self._is_silent and not is_comment(data) and self._attempt is not None:
+            self._is_silent = False
+            self._attempt.first_byte(monotonic())
 
     def relayed(self, num_reads: int, last: bytes) -> None:
         """Count parts of the answer that a relay has relayed; ``last`` is the last of them."""
