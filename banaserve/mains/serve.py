@@ -41,6 +41,7 @@ from banaserve.frontdoor.admin.control import Control
 from banaserve.frontdoor.admin.live import LivePage
 from banaserve.frontdoor.app import ApiServer, make_app
 from banaserve.frontdoor.bodies.grammar_checker import GrammarChecker
+from banaserve.frontdoor.edge.edge import RootPath
 from banaserve.frontdoor.edge.limits import edge_limits
 from banaserve.frontdoor.lifecycle.closing import ClosingMiddleware, StopSignals, until_none
 from banaserve.frontdoor.lifecycle.listening_socket import FrontSocket, Offer, SocketOffer
@@ -195,7 +196,7 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[str], None]) -> None:
         limits, problem = edge_limits(parts.config, num_descriptors)
         if problem:
             say(problem)
-        server = ApiServer(app, sock, parts.args, limits)
+        server = ApiServer(RootPath(app, parts.args.root_path), sock, parts.args, limits)
         closed = await server.open()
         await parts.front.serves(say)
         offer = await _offer(stack, parts, sock, server)

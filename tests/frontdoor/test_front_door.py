@@ -37,6 +37,7 @@ from banaserve.engine import engine_args
 from banaserve.engine.compat.engine_errors import last_error_in
 from banaserve.engine.engine_args import refuse_taken
 from banaserve.frontdoor.app import ApiServer
+from banaserve.frontdoor.edge.edge import RootPath
 from banaserve.frontdoor.middleware.admission import BodyLimit, ConcurrencyLimit
 from banaserve.frontdoor.middleware.api_keys import KeyMiddleware
 from banaserve.frontdoor.middleware.request_context import (
@@ -104,6 +105,12 @@ async def test_a_key_for_metrics_closes_them_but_for_clients(known: list[str]) -
         assert (await door.get("/health")).status_code == 200
         asked = await door.post("/v1/x", headers={"Authorization": "Bearer m1"})
         assert asked.status_code == (401 if known else 200)
+
+
+@pytest.mark.parametrize(("root_path", "path"), [("/api", "/api/metrics"), ("/m", "/metrics")])
+async def test_no_root_path_opens_metrics(root_path: str, path: str) -> None:
+    async with client(RootPath(KeyMiddleware(echo, [], "m1"), root_path)) as door:
+        assert (await door.get(path)).status_code == 401
 
 
 async def test_each_of_several_keys_is_a_tenant() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from http import HTTPStatus
 from typing import Protocol
 
-from starlette.types import Scope
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from banaserve.base.net.connections import ConnectionTable
 from banaserve.base.net.stalled_writes import StalledWrites, num_unread_bytes
@@ -64,10 +64,28 @@ class Edge:
                 logger.exception("a connection could not be looked at")
 
 
+class RootPath:
+    """Middleware that states the root path of requests (``--root-path``).
+
+    vLLM's application states it too, but only after ours has looked at the path.
+    """
+
+    def __init__(self, app: ASGIApp, root_path: str | None) -> None:
+        self._app, self._root_path = app, root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["root_path"] = self._root_path or ""
+        await self._app(scope, receive, send)
+
+
 def path_of(scope: Scope) -> str:
-    """Return the path of a request below its root path; empty if it is no request."""
+    """Return the path of a request below its root path; empty if it is no request.
+
+    As for the router of vLLM's application, ``/api`` is no root path of ``/apis``.
+    """
     path: str = scope.get("path", "")
-    return path.removeprefix(scope.get("root_path", ""))
+    below = path.removeprefix(scope.get("root_path", ""))
+    return below if not below or below.startswith("/") else path
 
 
 _MARK = "banaserve.authenticated"

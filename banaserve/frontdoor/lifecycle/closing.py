@@ -10,6 +10,7 @@ from http import HTTPStatus
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from banaserve.frontdoor.edge.edge import path_of
 from banaserve.frontdoor.edge.refusals import error_response
 
 _RETRY_AFTER_S = 1
@@ -60,7 +61,7 @@ class ClosingMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_request = scope["type"] == "http" and scope["method"] == "POST"
         if self._is_closing and scope["type"] == "http":
-            if scope["path"] == _READY:
+            if path_of(scope) == _READY:
                 answer = JSONResponse({"ready": False, "closing": True}, 503)
                 await answer(scope, receive, send)
                 return

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.deep
 
 MODEL = "smollm2-135m"
 KEYS = ("first-secret-key", "second-secret-key")
-SERVE_OPTIONS = tuple(word for key in KEYS for word in ("--api-key", key))
+SERVE_OPTIONS = (*(word for key in KEYS for word in ("--api-key", key)), "--root-path", "/api")
 END_SIGNAL = signal.SIGINT
 
 
@@ -37,7 +37,9 @@ def test_each_key_opens(key, server):
     assert [model.id for model in server.client(key).models.list()] == [MODEL]
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/metrics", "/health/"])
+@pytest.mark.parametrize(
+    "path", ["/health", "/ready", "/version", "/metrics", "/health/", "/api/health", "/api/ready"]
+)
 def test_a_probe_needs_no_key(path, server):
     assert httpx.get(f"{server.url}{path}", follow_redirects=True).status_code == 200
 
@@ -55,6 +57,7 @@ def test_a_probe_needs_no_key(path, server):
         ("GET", "/openapi.json"),
         ("GET", "/docs"),
         ("GET", "//v1/models"),
+        ("GET", "/api/v1/models"),
         ("GET", "/nothing"),
     ],
 )
