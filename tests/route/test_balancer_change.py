@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 from msgspec import structs
@@ -126,6 +127,24 @@ async def test_a_replica_that_is_told_anew_keeps_its_cache_unless_it_is_elsewher
     assert tree.target_bytes("a") == 0
     assert (await house.ask(body=PROMPT)).status == 200
     assert len(two.asked) == 1
+
+
+async def test_models_of_replicas_that_serve_different_ones_are_listed_together(house):
+    one, two = await house.replica(), await house.replica()
+    told = ReplicaSettings(url=one.url, id="a", models=("m", "n"))
+    other = ReplicaSettings(url=two.url, id="b", models=("l",))
+    balancer = await house.balance(told, other, health=HEALTH)
+    answer = await house.ask("/v1/models", method="GET")
+    assert answer.status == 200
+    assert [model["id"] for model in json.loads(answer.body)["data"]] == ["l", "m", "n"]
+    assert not one.asked
+    assert not two.asked
+    # With the same models, or of any model, a replica tells more than their names.
+    for models in (("m", "n"), ()):
+        replicas = (told, structs.replace(other, models=models))
+        balancer.change(structs.replace(balancer.settings, replicas=replicas))
+        assert (await house.ask("/v1/models", method="GET")).status == 200
+    assert len(one.asked) + len(two.asked) == 2
 
 
 @pytest.mark.parametrize("name", ["fetch", "read_report"])

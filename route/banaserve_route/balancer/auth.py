@@ -17,6 +17,9 @@ PREFIXES_PATH = b"/_banaserve/prefixes"
 PEER_PATHS = frozenset((STATE_PATH, PREFIXES_PATH))
 """Paths that the balancer itself answers, to peers only."""
 
+MODELS_PATH = b"/v1/models"
+"""Path that the balancer itself answers if its replicas serve different models."""
+
 PASSED_PREFIXES = (b"/v1/", b"/v2/")
 PASSED_PATHS = frozenset(
     (b"/tokenize", b"/detokenize", b"/pooling", b"/classify", b"/score", b"/rerank", b"/generate",

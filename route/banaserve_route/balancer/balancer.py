@@ -21,6 +21,7 @@ from banaserve.base.net.tls import Certificates
 from banaserve.base.types import RequestId
 from banaserve.kvstore.sizes import parse_size
 from banaserve_route.balancer.auth import (
+    MODELS_PATH,
     PEER_FIELD,
     PEER_PATHS,
     PREFIXES_PATH,
@@ -253,7 +254,8 @@ class Balancer(RequestHandler):
         self._refusal_log.say(cause, why)
 
     def take(self, client: Client, message: ClientRequest) -> ProxiedRequest | None:
-        if message.path in self._checks.own_paths or message.path in PEER_PATHS:
+        is_own = message.path in self._checks.own_paths or message.path in PEER_PATHS
+        if is_own or (message.path == MODELS_PATH and self._models()):
             client.write(self._answer(message, closes=not client.can_go_on))
             client.done(message)
             return None
@@ -356,9 +358,16 @@ class Balancer(RequestHandler):
                 return replies.error(404, "prefixes are not told here", closes=closes)
             kind = b"application/octet-stream"
             return replies.answer(200, kind, self.prefixes.snapshot(), closes)
+        if message.path == MODELS_PATH:
+            return replies.answer(200, b"application/json", replies.models(self._models()), closes)
         if message.path == b"/ready" and not self.is_ready:
             return replies.error(503, "no replica is available", closes=closes, retry_after_s=1.0)
         return replies.answer(200, b"application/json", b"{}", closes)
+
+    def _models(self) -> list[str]:
+        """Return the models of all targets if these differ; empty if any target can list all."""
+        each = {target.view.models for target in self.targets.values()}
+        return sorted(frozenset().union(*each)) if len(each) > 1 and all(each) else []
 
     @property
     def is_ready(self) -> bool:

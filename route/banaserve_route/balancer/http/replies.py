@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from http import HTTPStatus
 
 import msgspec
@@ -36,6 +37,14 @@ def error(status: int, why: str, *, closes: bool, retry_after_s: float | None = 
     if retry_after_s is not None:
         fields += b"Retry-After: %d\r\n" % max(1, math.ceil(retry_after_s))
     return answer(status, b"application/json", error_body(status, why), closes, fields)
+
+
+def models(names: Sequence[str]) -> bytes:
+    """Return the JSON of a list of models."""
+    each = [
+        {"id": name, "object": "model", "created": 0, "owned_by": "banaserve"} for name in names
+    ]
+    return msgspec.json.encode({"object": "list", "data": each})
 
 
 def answer(
