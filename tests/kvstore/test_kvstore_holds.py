@@ -10,6 +10,7 @@ import pytest
 
 from banaserve.kvstore import wire
 from banaserve.kvstore.fingerprint import PAGE_BYTES
+from banaserve.kvstore.index.records import HOLD_S
 from banaserve.kvstore.peers.messages import OfferPush
 from depth import chosen_seed
 from tiering_doubles import HIT, KEYS, MISS, NAMESPACE, NUM_SLOTS, Store, filled
@@ -109,6 +110,22 @@ def test_the_rest_of_a_prompt_is_not_taken_where_its_beginning_was_not(stack: Ex
     reception = store.service.receiving.accept(OfferPush(1, [first], None, PAGE_BYTES, b"", 1))
     store.service.receiving.end(reception, [0], [])
     assert store.service.receiving.accept(rest).wanted == [0]
+
+
+@pytest.mark.parametrize("takes", [False, True], ids=["written", "pushed"])
+def test_a_hold_that_nobody_ends_is_over_after_its_time_whoever_asks(
+    takes: bool, stack: ExitStack
+) -> None:
+    """The front door that would end it may have died, and others may hold nothing."""
+    store = Store(stack)
+    for hold in (1, 2, 3, 4):
+        assert prefilled(store, hold, 1)
+    assert store.exchange((), [(KEYS[20], None)]).num_refused == 1
+    store.now_s += HOLD_S
+    if takes:
+        assert store.service.receiving.accept(offered(5)).wanted == [0, 1]
+    else:
+        assert store.exchange((), [(KEYS[20], None)]).num_refused == 0
 
 
 def test_what_does_not_come_is_not_held(stack: ExitStack) -> None:

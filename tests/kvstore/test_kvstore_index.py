@@ -294,10 +294,10 @@ def test_what_is_kept_outlives_a_load_that_evicts_all_else() -> None:
     for number in range(100):
         assert fill(index, b"", b"%d" % number) == 1
     assert present(index, b"abc") == "abc"
-    index.expire_kept(59.9)
+    index.expire(59.9)
     fill(index, b"", *(b"x%d" % number for number in range(8)))
     assert present(index, b"abc") == "abc"
-    index.expire_kept(60.0)
+    index.expire(60.0)
     fill(index, b"", *(b"y%d" % number for number in range(8)))
     assert present(index, b"abc") == ""
     assert index.counters.kept_given_way == 0
@@ -342,9 +342,9 @@ def test_keeping_longer_counts_and_keeping_shorter_does_not() -> None:
     chained(index, b"", b"a")
     for until_s in (30.0, 60.0, 10.0):
         index.keep([b"a"], until_s)
-    index.expire_kept(59.0)
+    index.expire(59.0)
     assert index.stats().kept_slots == 1
-    index.expire_kept(60.0)
+    index.expire(60.0)
     assert index.stats().kept_slots == 0
 
 

@@ -83,6 +83,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.leases: dict[int, tuple[int, list[Block]]] = {}
         self.holds: dict[int, list[Block]] = {}
         self.readers: dict[int, set[int]] = {}
+        self.held_until_s: dict[int, int] = {}
         self.serials: list[int] = []
         self.pinned: list[IndexEntry] = []
         self.promotions: dict[int, IndexEntry] = {}
@@ -216,11 +217,13 @@ class IndexMachine(RuleBasedStateMachine):
         return sum(block.tenant == tenant for block in self.kept)
 
     @rule()
-    def expire_kept(self) -> None:
+    def expire(self) -> None:
         self.now_s += 1
-        self.index.expire_kept(self.now_s)
+        self.index.expire(self.now_s)
         for block in [one for one in self.kept if one.kept_until_s <= self.now_s]:
             self.keep_no_longer(block)
+        for hold in [one for one in self.holds if self.held_until_s[one] <= self.now_s]:
+            self.forget_hold(hold)
 
     def drop_block(self, key: bytes) -> None:
         block = self.blocks[key]
@@ -354,7 +357,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(hold=st.sampled_from(HOLDS), wanted=st.lists(keys, min_size=1, max_size=4))
     def hold(self, hold: int, wanted: list[bytes]) -> None:
-        self.index.hold(hold, wanted, until_s=float(hold), num_readers=hold)
+        self.held_until_s[hold] = self.now_s + hold
+        self.index.hold(hold, wanted, self.held_until_s[hold], num_readers=hold)
         self.readers.setdefault(hold, set())
         held = self.holds.setdefault(hold, [])
         for key in wanted:
@@ -370,12 +374,6 @@ class IndexMachine(RuleBasedStateMachine):
         have_read = self.readers.get(hold, set())
         have_read |= set() if reader is None else {reader}
         if reader is None or len(have_read) >= hold:
-            self.forget_hold(hold)
-
-    @rule(now_s=st.sampled_from([0.5, 1.5, 2.5]))
-    def expire_holds(self, now_s: float) -> None:
-        self.index.expire_holds(now_s)
-        for hold in [one for one in self.holds if one <= now_s]:
             self.forget_hold(hold)
 
     def forget_hold(self, hold: int) -> None:

@@ -295,7 +295,7 @@ class StoreService:
     def _exchange(self, session: Session, request: wire.ExchangeSlots) -> wire.SlotsGranted:
         namespace = session.namespace
         keys = [namespace + key for key in request.acquire]
-        self.index.expire_kept(self._clock())
+        self.index.expire(self._clock())
         promotion = self._acquire(keys, session, request)
         grant = promotion.grant
         if not (request.is_repeated or promotion.undecided):
@@ -335,15 +335,14 @@ class StoreService:
 
     def _hold(self, request: wire.ExchangeSlots, keys: Sequence[bytes]) -> None:
         if request.hold:
-            now_s = self._clock()
-            self.index.expire_holds(now_s)
-            self.index.hold(request.hold, keys, now_s + HOLD_S, request.num_readers)
+            until_s = self._clock() + HOLD_S
+            self.index.hold(request.hold, keys, until_s, request.num_readers)
 
     def _acquire(
         self, keys: list[bytes], session: Session, request: wire.ExchangeSlots
     ) -> PromotionResult:
         parent = None
-        if keys and self._tiering.has_tiers:
+        if keys and self._tiering.tiers:
             # The first key's parent is not among the keys, but may be among those to write.
             parent = dict(request.reserve).get(request.acquire[0])
         first_parent = parent and session.namespace + parent

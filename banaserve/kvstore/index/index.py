@@ -198,7 +198,7 @@ class BlockIndex:
     ) -> None:
         """Keep the blocks of ``keys`` that are in the index, in any state, until ``end_hold``.
 
-        A hold of the same number is extended. ``expire_holds`` ends it at ``until_s``;
+        A hold of the same number is extended. ``expire`` ends it at ``until_s``;
         ``num_readers`` decode legs are to read the blocks.
         """
         hold = self._holds.setdefault(hold_id, Hold({}, until_s, num_readers))
@@ -229,10 +229,11 @@ class BlockIndex:
             self._uncover(entry)
         return True
 
-    def expire_holds(self, now_s: float) -> None:
-        """End the holds whose time is up."""
+    def expire(self, now_s: float) -> None:
+        """End the holds, and the keeping of blocks, whose time is up."""
         for hold_id in [name for name, hold in self._holds.items() if hold.until_s <= now_s]:
             self.end_hold(hold_id)
+        self._kept.expire(now_s)
 
     # ---- blocks to keep
 
@@ -247,10 +248,6 @@ class BlockIndex:
         """
         entries = [entry for entry in map(self._entries.get, keys) if entry is not None]
         self.counters.kept_given_way += self._kept.keep(entries, until_s)
-
-    def expire_kept(self, now_s: float) -> None:
-        """Keep the blocks no longer whose time is up."""
-        self._kept.expire(now_s)
 
     # ---- writing
 

@@ -116,6 +116,7 @@ class Receiving:
         An offer with a hold gets slots for all of its blocks or for none: of two prompts that each
         had a part of the room, neither would ever get the rest.
         """
+        self._carved.index.expire(self._clock())
         entries = dict(self._promoted(offer))
         if offer.hold and not self._hold(offer, self._carved.index):
             for entry in entries.values():
@@ -147,9 +148,7 @@ class Receiving:
         before = [] if offer.first_parent is None else [offer.first_parent]
         if any(index.get(key) is None for key in (*before, *offer.keys)):
             return False
-        now_s = self._clock()
-        index.expire_holds(now_s)
-        index.hold(offer.hold, offer.keys, now_s + HOLD_S, offer.num_readers)
+        index.hold(offer.hold, offer.keys, self._clock() + HOLD_S, offer.num_readers)
         return True
 
     def end(self, reception: Reception, done: Sequence[int], failed: Sequence[int]) -> None:
