@@ -25,6 +25,7 @@ from banaserve_mooncake.config import parse_url
 from banaserve_mooncake.process import KEY_PREFIX
 from banaserve_mooncake.tier import MooncakeTier
 from mooncake_master import Peer, missing_mooncake, mooncake_master
+from mooncake_peer import pid_of
 
 pytestmark = pytest.mark.deep
 
@@ -160,9 +161,9 @@ class TestExchange:
 
     def test_several_at_once_and_no_more_than_its_depth(self, tier):
         blocks = [random_block(number, MIB) for number in range(5)]
-        os.kill(tier.pid, signal.SIGSTOP)  # else the first may be done before the last is asked
+        os.kill(pid_of(tier), signal.SIGSTOP)  # else the first may be done before the last is asked
         submit = [tier.submit_store(BlockName(key(i), None), b) for i, b in enumerate(blocks)]
-        os.kill(tier.pid, signal.SIGCONT)
+        os.kill(pid_of(tier), signal.SIGCONT)
         assert submit[4] is None
         ended = wait(tier, lambda: not tier.stats().in_flight) + tier.poll()
         assert {one.ticket for one in ended} == set(submit[:4])
@@ -300,10 +301,9 @@ class TestFailures:
         os.close(ended)
 
     def test_mooncakes_process_dies_under_way(self, tier):
-        assert tier.pid is not None
-        os.kill(tier.pid, signal.SIGSTOP)
+        os.kill(pid_of(tier), signal.SIGSTOP)
         ticket = tier.submit_store(BlockName(key(0), None), random_block(0, MIB))
-        os.kill(tier.pid, signal.SIGKILL)
+        os.kill(pid_of(tier), signal.SIGKILL)
         assert end_of(tier, ticket).outcome is TierOutcome.FAILED
         wait(tier, lambda: not tier.stats().available)
         assert "signal 9" in tier.stats().problem
@@ -322,7 +322,7 @@ class TestFailures:
     def test_close_finishes_what_is_under_way(self, tier, master):
         leaving = MooncakeTier.from_url(url_of(master).replace("segment=64MiB", "segment=0"))
         wait(leaving, lambda: leaving.stats().available)
-        pid = leaving.pid
+        pid = pid_of(leaving)
         for number in range(4):
             block = random_block(number, MIB)
             assert leaving.submit_store(BlockName(key(number), None), block) is not None

@@ -22,9 +22,15 @@ from banaserve.kvstore.fingerprint import PAGE_BYTES
 from banaserve.kvstore.pool import map_memory
 from banaserve.kvstore.tiers.interface import BlockBytes
 from banaserve_mooncake.config import MooncakeConfig
-from banaserve_mooncake.process import ORDERS, REPORTS, Order, Report
+from banaserve_mooncake.process import CONFIG_VARIABLE, ORDERS, REPORTS, Order, Report
 
 _MODULE = "banaserve_mooncake.process"
+# The process gets no other variable: whoever reaches Mooncake's port can read all of its memory,
+# and the daemon's environment holds keys.
+_PASSED_ON = (
+    "CUDA_", "FI_", "GLOG_", "HOME", "IBV_", "LANG", "LC_", "LD_", "MC_", "MLX", "MOONCAKE_",
+    "PATH", "PYTHON", "RDMAV_", "TMPDIR", "UCX_",
+)  # fmt: skip
 _SEND_BUFFER_BYTES = 2**20
 _RECEIVE_BYTES = 65536
 _KEPT_LOG_BYTES = 4096
@@ -113,13 +119,16 @@ class MooncakeChild:
         self.log_fd, log_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         command = [sys.executable, "-m", _MODULE, "--socket-fd", str(theirs.fileno())]
         command += ["--staging-fd", str(staging_fd)]
-        command += ["--config", msgspec.json.encode(config).decode()]
+        environment = {k: v for k, v in os.environ.items() if k.startswith(_PASSED_ON)}
+        # Not an argument, which every user sees: a URL may hold a password.
+        environment[CONFIG_VARIABLE] = msgspec.json.encode(config).decode()
         try:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log_end,
                 stderr=log_end,
+                env=environment,
                 pass_fds=(theirs.fileno(), staging_fd),
             )
         except OSError:
@@ -130,11 +139,6 @@ class MooncakeChild:
             os.close(log_end)
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         self.sock.setblocking(False)
-
-    @property
-    def pid(self) -> int:
-        """Pid of the process."""
-        return self._process.pid
 
     def send(self, order: Order) -> None:
         """Send an order to the process.

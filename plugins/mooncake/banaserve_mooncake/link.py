@@ -63,11 +63,6 @@ class MooncakeLink:
         """Last known health of the store."""
         return self._supervisor.health
 
-    @property
-    def pid(self) -> int | None:
-        """Pid of Mooncake's process; None if there is none."""
-        return self._supervisor.pid
-
     def close(self) -> None:
         """Finish or fail the transfers under way, then leave the store."""
         self._closing = True

@@ -24,6 +24,7 @@ import msgspec
 from banaserve.base.net.framing import Framing, MessageReader, receive
 from banaserve_mooncake.config import MooncakeConfig
 
+CONFIG_VARIABLE = "BANASERVE_MOONCAKE_CONFIG"
 KEY_PREFIX = "banaserve-"
 NOT_FOUND = -704
 TOO_LARGE = -600
@@ -100,12 +101,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--socket-fd", type=int, required=True)
     parser.add_argument("--staging-fd", type=int, required=True)
-    parser.add_argument("--config", required=True)
     given = parser.parse_args(argv)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # Ctrl-C reaches the whole process group, but only the daemon decides when this process leaves.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    config = msgspec.json.decode(given.config, type=MooncakeConfig)
+    config = msgspec.json.decode(os.environ[CONFIG_VARIABLE], type=MooncakeConfig)
     sock = socket.socket(fileno=given.socket_fd)
     staging = mmap.mmap(given.staging_fd, 0)
     try:

@@ -72,11 +72,6 @@ class MooncakeSupervisor:
         self._ping_at_s = 0.0
         self._last_seq = 0
 
-    @property
-    def pid(self) -> int | None:
-        """Pid of the process; None if there is none."""
-        return None if self._child is None else self._child.pid
-
     def next_seq(self) -> int:
         """Return the number of the next call."""
         self._last_seq += 1

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from banaserve.kvstore.leases import Lookup
-from banaserve.kvstore.tiers.counters import Throughput, TierCounters
+from banaserve.kvstore.tiers.counters import TierCounters
 from banaserve.kvstore.tiers.interface import (
     BlockBytes,
     BlockName,
@@ -95,11 +95,6 @@ class MooncakeTier:
     def fd(self) -> int:
         """File descriptor, readable when ``poll`` or ``lookup`` may have new results."""
         return self._link.events.fd
-
-    @property
-    def pid(self) -> int | None:
-        """Pid of the process that runs Mooncake's client; None if there is none."""
-        return self._link.pid
 
     def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
         """Return the state of each key by the master's valid answers; ask about unknown keys."""
@@ -198,7 +193,7 @@ class MooncakeTier:
         job = MooncakeJob(ticket, key, memory, is_store, now_s + self._config.timeout_s)
         self._jobs[ticket] = job
         self._busy[key] = self._busy.get(key, 0) + 1
-        self._speed(is_store).begin(now_s)
+        (self._counters.store_speed if is_store else self._counters.load_speed).begin(now_s)
         self._link.orders.put(job)
         return ticket
 
@@ -240,9 +235,6 @@ class MooncakeTier:
             case TierOutcome.FAILED if not job.is_store:
                 # The block may be gone with its peer: do not try it again at once.
                 self._learn(job.key, is_there=False)
-
-    def _speed(self, is_store: bool) -> Throughput:
-        return self._counters.store_speed if is_store else self._counters.load_speed
 
     def _knows(self, key: bytes, *, is_there: bool) -> bool:
         answer = self._answers.get(key)
