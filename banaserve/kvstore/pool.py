@@ -57,7 +57,8 @@ class SlotPool:
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, linux.SEALS)
         try:
             self._memory = map_memory(self.fd, self.num_bytes)
-            populate(self._memory)
+            if not linux.populate(self._memory.ctypes.data, self.num_bytes):
+                self._memory[::PAGE_BYTES] = 0
         except OSError as error:
             raise UserError(f"cannot fill a pool of {format_size(num_bytes)}: {error}") from error
 
@@ -103,12 +104,15 @@ class PoolView:
         return slot.index * self.slot_bytes + self.fingerprint.offset_bytes(layer, part)
 
     def populate_in_background(self) -> None:
-        """Fill this process's page tables in a thread, so that copies cause no page faults."""
+        """Fill this process's page tables in a thread, so that copies cause no page faults.
+
+        Only the kernel can: others write to the pool meanwhile. If it cannot, pages stay unmapped.
+        """
         memory = self.memory
 
         def fill() -> None:
             with suppress(OSError):
-                populate(memory)
+                linux.populate(memory.ctypes.data, memory.size)
 
         threading.Thread(target=fill, name="kvstore-populate", daemon=True).start()
 
@@ -116,17 +120,6 @@ class PoolView:
 def map_memory(fd: int, num_bytes: int) -> npt.NDArray[np.uint8]:
     """Map a file shared and writable; it is unmapped with the array's last reference."""
     return np.frombuffer(mmap.mmap(fd, num_bytes), np.uint8)
-
-
-def populate(memory: npt.NDArray[np.uint8]) -> None:
-    """Make every page of ``memory`` present and mapped for writing, without changing its bytes.
-
-    Raises:
-        OSError: There is not enough memory.
-    """
-    if not linux.populate(memory.ctypes.data, memory.size):
-        # Or-ing with zero dirties a page without changing its bytes.
-        memory[::PAGE_BYTES] |= 0
 
 
 assert MAX_SERIAL < _PENDING

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +12,12 @@ from pathlib import Path
 import pytest
 
 from banaserve.base.errors import StoreUnavailableError
+from banaserve.base.platform import linux
+from banaserve.kvstore.client import channel
 from banaserve.kvstore.client.client import StoreClient
+from banaserve.kvstore.fingerprint import PAGE_BYTES
 from banaserve.kvstore.leases import Lookup
+from banaserve.kvstore.pool import PoolView
 from store_rig import FINGERPRINT, KEYS, Store, opened, read, reserve, write
 from waiting import eventually
 
@@ -148,6 +153,16 @@ def test_without_a_store_everything_is_a_miss(tmp_path: Path) -> None:
     client.close()
 
 
+def test_what_a_store_that_is_away_was_to_be_told_takes_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "_MAX_UNTOLD", 3)
+    client = StoreClient(tmp_path / "none.sock", FINGERPRINT, client_name="alone")
+    for hold in range(10):
+        client.end_hold(hold)
+    assert [said.hold for said in client._link._untold] == [7, 8, 9]
+
+
 def test_a_store_that_hangs_is_not_waited_for(store: Store) -> None:
     client = store.client(timeout_s=0.05)
     os.kill(store.process.pid, signal.SIGSTOP)
@@ -168,6 +183,20 @@ def test_a_store_that_has_gone_can_have_its_memory_back(store: Store) -> None:
     write(client, KEYS[:1])
     assert len(read(client, KEYS[:1])) == 1
     client.close()
+
+
+def test_where_the_kernel_maps_no_pages_ahead_a_client_touches_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others may be writing to them: a byte that is read and put back could undo theirs."""
+    monkeypatch.setattr(linux, "populate", lambda address, num_bytes: False)
+    fd = os.memfd_create("pool")
+    os.ftruncate(fd, 4 * PAGE_BYTES)
+    view = PoolView(fd, 4 * PAGE_BYTES, 1, FINGERPRINT)
+    view.populate_in_background()
+    eventually(lambda: all(t.name != "kvstore-populate" for t in threading.enumerate()))
+    assert os.fstat(fd).st_blocks == 0
+    os.close(fd)
 
 
 def mapped_pools() -> set[str]:

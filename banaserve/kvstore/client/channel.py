@@ -28,6 +28,8 @@ FIRST_RETRY_S = 0.1
 LONGEST_RETRY_S = 5.0
 _RECEIVE_BYTES = 64 * 1024
 _NUM_FDS = 2
+_MAX_UNTOLD = 65536
+"""Maximum number of messages kept for a store that is away; beyond it the oldest are dropped."""
 R = TypeVar("R", bound=wire.Reply)
 
 
@@ -221,7 +223,7 @@ class StoreLink:
         self._pid = os.getpid()
         # Messages that could not be sent yet: without them the store would keep slots in use that
         # no client needs.
-        self._untold: list[wire.OneWay] = []
+        self._untold: deque[wire.OneWay] = deque(maxlen=_MAX_UNTOLD)
         self._retry_at_s = 0.0
         self._retry_pause_s = FIRST_RETRY_S
         self._was_greeted = False
@@ -248,8 +250,9 @@ class StoreLink:
             raise StoreUnavailableError(f"cannot map the store's pool: {error}") from error
         channel.close_fds()
         self._channel = channel
+        if channel.welcome.generation != self.generation:
+            self._untold.clear()
         self.generation = channel.welcome.generation
-        self._untold = [said for said in self._untold if said.generation == self.generation]
         self._was_greeted = True
         self._note_present()
 
@@ -362,7 +365,7 @@ class StoreLink:
     def _tell_untold(self, channel: StoreChannel) -> None:
         while self._untold:
             channel.send(self._untold[0])
-            del self._untold[0]
+            self._untold.popleft()
 
     def _lose(self, error: Exception) -> None:
         log.info("lost the KV cache store: %s", error)
@@ -376,7 +379,7 @@ class StoreLink:
         if self._pid == os.getpid():
             return
         self._pid = os.getpid()
-        self._untold = []
+        self._untold.clear()
         if self._channel is not None:
             self._channel.close()
             self._channel = None
