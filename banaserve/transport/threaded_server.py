@@ -137,9 +137,13 @@ class Service:
                 if self._closed or not self._places.take(sock, peer):
                     sock.close()
                     continue
-            threading.Thread(
+            talk = threading.Thread(
                 target=self._talk, args=(sock,), name=f"{self._name}-peer", daemon=True
-            ).start()
+            )
+            try:
+                talk.start()
+            except RuntimeError:  # the process or its container has no more threads
+                self._places.leave(sock)
 
     def _talk(self, sock: socket.socket) -> None:
         # A peer that breaks the protocol or closes ends only its own connection.

@@ -275,3 +275,19 @@ def test_a_listener_without_file_descriptors_left_is_not_asked_again_at_once():
     eventually(lambda: len(listener.asked_s) >= 3)
     served.close()
     assert all(later - earlier > 0.01 for earlier, later in itertools.pairwise(listener.asked_s))
+
+
+def test_a_connection_for_which_there_is_no_thread_is_closed_and_the_next_is_served(monkeypatch):
+    served = threaded_server.Service(
+        "short", listener := threaded_server.listen_tcp("127.0.0.1"), lambda sock: sock.send(b"y")
+    )
+
+    def no_thread(thread):
+        monkeypatch.undo()
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    for answer in (b"", b"y"):
+        with socket.create_connection(listener.getsockname(), 20.0) as sock:
+            assert sock.recv(1) == answer
+    served.close()
