@@ -273,6 +273,28 @@ def test_a_block_that_is_damaged_while_it_is_read_twice(tmp_path: Path) -> None:
     tier.close()
 
 
+def test_a_header_that_the_disk_cannot_read_costs_its_block_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = SsdTier(tmp_path, MIB)
+    for number in range(3):
+        store(tier, number)
+    tier.close()
+    bad, pread = str(find(tmp_path, 1)), os.pread
+
+    def read(fd: int, num_bytes: int, offset: int) -> bytes:
+        if os.readlink(f"/proc/self/fd/{fd}") == bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pread(fd, num_bytes, offset)
+
+    monkeypatch.setattr(os, "pread", read)
+    assert check_folder(tmp_path).num_corrupt == 1
+    tier = SsdTier(tmp_path, MIB)
+    assert hits(tier, 0, 1, 2) == [0, 2]
+    assert tier.stats().corrupt == 1
+    tier.close()
+
+
 def test_a_damaged_header_costs_its_block_alone(tmp_path: Path, caplog) -> None:
     tier = SsdTier(tmp_path, MIB)
     for number in range(3):

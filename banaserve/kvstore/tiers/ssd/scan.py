@@ -107,10 +107,10 @@ def _open_to_read(path: str) -> int:
 
 
 def _read_header(fd: int, file: BlockFile) -> RecordHeader | None:
-    """Return the header of an open file; None if it does not match the file's path and size."""
+    """Return the header of an open file; None if it cannot be read, or is not the file's."""
     try:
         header = decode(os.pread(fd, PAGE_BYTES, 0))
-    except RecordError:
+    except (OSError, RecordError):
         return None
     if not file.path.endswith("/" + block_name(header.key, header.sequence)):
         return None
