@@ -22,8 +22,10 @@ from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.daemon.connections.peer_server import PeerServer
 from banaserve.kvstore.daemon.options import PeerOptions, StoreOptions
 from banaserve.kvstore.leases import Lookup
+from banaserve.kvstore.peers.link import connect_to_peer
 from banaserve.kvstore.peers.messages import VERSION, PeerHello, PeerWelcome, message_of, reply_in
 from banaserve.transport.channels.connect import over_tcp
+from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.threaded_server import MAX_STRANGERS, ConnectionPlaces
 from peer_store import DEADLINE_S, FINGERPRINT, KEY, NUM_SLOTS, SLOT_BYTES, PeerStore, chain
 from store_process import fork_store
@@ -358,3 +360,8 @@ def test_an_address_that_is_taken_is_one_line(tmp_path: Path, stack: ExitStack) 
     with pytest.raises(AssertionError):
         second.start()
     assert "Address already in use" in second.log.read_text().splitlines()[-1]
+
+
+def test_a_name_that_is_no_name_of_a_host_is_a_peer_that_is_away() -> None:
+    with pytest.raises(PeerGoneError, match="label"):
+        connect_to_peer(("store..example", 7000), KEY.encode())

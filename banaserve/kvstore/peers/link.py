@@ -223,8 +223,8 @@ def connect_to_peer(address: tuple[str, int], key: bytes) -> tuple[StreamChannel
         sock = socket.create_connection(address, CONNECT_S)
     except TimeoutError:
         raise TransferTimeoutError("it does not answer") from None
-    except OSError as error:
-        raise PeerGoneError(f"{error.strerror or error}") from None
+    except (OSError, UnicodeError) as error:  # the latter of a name that is no name of a host
+        raise PeerGoneError(f"{getattr(error, 'strerror', None) or error}") from None
     channel = over_tcp(sock, key, deadline, listening=False)
     try:
         answer, _ = exchange(channel, messages.PeerHello(messages.VERSION), ANSWER_S)
