@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import signal
 import sys
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from contextlib import ExitStack
 
 from banaserve.base.arguments import Parser, values_of
 from banaserve.base.errors import UserError
+from banaserve.base.net.sockets import raise_descriptor_limit
 from banaserve.base.plugins.discovery import PluginGroup, load_plugins
 from banaserve.kvstore.daemon.options import DaemonOptions
 from banaserve.kvstore.daemon.server import StoreServer
@@ -32,10 +32,7 @@ def serve(options: DaemonOptions) -> None:
             says why.
     """
     options.check()
-    # Each connection takes two file descriptors or more; the usual soft limit suffices only for
-    # some hundred connections.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    raise_descriptor_limit()  # a connection takes two or more
     with ExitStack() as stack:
         if options.metrics_port:
             # Imported only here: the HTTP server would slow down every start without metrics.

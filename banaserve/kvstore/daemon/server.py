@@ -107,7 +107,7 @@ class StoreServer:
         """Serve until ``stop``."""
         size = format_size(self._pool.num_bytes)
         log.info("store of %s on %s", size, self._socket_path)
-        timeout_s = NOTE_EVERY_S if self._tiering.has_tiers else None
+        timeout_s = NOTE_EVERY_S if self._tiering.tiers else None
         while not self._stopping:
             for key, events in self._selector.select(timeout_s):
                 key.data(events)

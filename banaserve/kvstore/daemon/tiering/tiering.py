@@ -69,11 +69,6 @@ class Tiering:
                 selector.register(tier.fd, READ, partial(self._on_ended, tier))
 
     @property
-    def has_tiers(self) -> bool:
-        """Return whether there is any tier, in service or not."""
-        return bool(self.tiers)
-
-    @property
     def num_pending(self) -> int:
         """Number of copies that are under way or waiting."""
         return sum(
