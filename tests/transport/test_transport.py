@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from contextlib import nullcontext
 
 import numpy as np
@@ -291,3 +292,18 @@ def test_a_connection_for_which_there_is_no_thread_is_closed_and_the_next_is_ser
         with socket.create_connection(listener.getsockname(), 20.0) as sock:
             assert sock.recv(1) == answer
     served.close()
+
+
+@pytest.mark.parametrize("name", ["tcp", "torch_distributed"])
+def test_the_memory_of_a_closed_region_is_given_back_while_a_peer_is_connected(name, tmp_path):
+    options = TransportOptions(folder=str(tmp_path), secret=b"s" * 32)
+    ours, theirs = registry.create(name, options), registry.create(name, options)
+    region = ours.offer(PAGE_BYTES, 1)
+    remote = theirs.open(region.descriptor, 20.0)
+    sent = Memory.of(np.ones(PAGE_BYTES, np.uint8))
+    remote.submit_write(sent, [0], [0], PAGE_BYTES, 1).wait(20.0)
+    memory = weakref.ref(region.memory.owner)
+    region.close()
+    eventually(lambda: memory() is None)
+    theirs.close()
+    ours.close()

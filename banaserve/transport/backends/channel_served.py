@@ -371,4 +371,5 @@ def _give_grants(channel: StreamChannel, region: OfferedRegion, mover: Mover) ->
             request = channel.receive(FOREVER_S)
             if not isinstance(request_in(request), End):
                 raise ProtocolError("a grant ends with End")
+            del part  # or the memory would outlive its region until the peer closes
         answer(channel, request, Granted())
