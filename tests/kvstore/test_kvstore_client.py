@@ -181,6 +181,23 @@ def test_connections_beyond_the_file_descriptors_are_turned_away(store: Store) -
     assert store.stats().clients == 0
 
 
+def test_a_store_without_descriptors_outlives_a_client_of_several_processes(
+    store: Store,
+) -> None:
+    for _ in range(3):
+        store.child("c.connect(); wait()")
+    owner = store.child("c.exchange(reserve=[(KEYS[0], None)]); wait()")
+    pid = store.process.pid
+    descriptors = os.listdir(f"/proc/{pid}/fd")
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (max(map(int, descriptors)) + 1, before[1]))
+    owner.kill()
+    eventually(lambda: len(os.listdir(f"/proc/{pid}/fd")) < len(descriptors))
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+    stats = store.stats()
+    assert (stats.clients, stats.writing_slots, stats.quarantined_slots) == (3, 1, 1)
+
+
 def test_the_socket_is_private(store: Store) -> None:
     assert store.path.stat().st_mode & 0o777 == 0o600
 

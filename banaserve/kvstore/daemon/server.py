@@ -257,9 +257,16 @@ class StoreServer:
         if client_name is None:
             os.close(connection.pidfd)
             return
-        others = self._service.sessions_named(client_name)
-        pidfds = [os.dup(self._connections[session_id].pidfd) for session_id in others]
-        self._quarantine.hold(connection.id, [connection.pidfd, *pidfds])
+        pidfds = [connection.pidfd]
+        try:
+            for session_id in self._service.sessions_named(client_name):
+                pidfds.append(os.dup(self._connections[session_id].pidfd))
+        except OSError as error:
+            # Without a watch on all of its processes, its slots are never given to others.
+            log.error("the slots of %s stay in use: %s", client_name, error.strerror)
+            while pidfds:
+                os.close(pidfds.pop())
+        self._quarantine.hold(connection.id, pidfds)
 
 
 def _open_spare() -> int:
