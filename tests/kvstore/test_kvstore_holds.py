@@ -112,6 +112,25 @@ def test_the_rest_of_a_prompt_is_not_taken_where_its_beginning_was_not(stack: Ex
     assert store.service.receiving.accept(rest).wanted == [0]
 
 
+def test_the_beginning_of_a_prompt_is_not_held_where_the_rest_was_not_taken(
+    stack: ExitStack,
+) -> None:
+    """Two prompts of which each held a part of the room would keep each other's rest away."""
+    store = Store(stack)
+    first, last = (NAMESPACE + key for key in PROMPTS[4])
+    reception = store.service.receiving.accept(OfferPush(1, [first], None, PAGE_BYTES, b"", 4))
+    store.service.receiving.end(reception, [0], [])
+    for hold in (1, 2, 3):
+        assert prefilled(store, hold, 1)
+    store.exchange((), [(KEYS[20], None)])
+    assert store.service.stats().held_slots == 3 * BLOCKS + 1
+    assert not store.service.receiving.accept(
+        OfferPush(2, [last], first, PAGE_BYTES, b"", 4)
+    ).wanted
+    assert store.service.stats().held_slots == 3 * BLOCKS
+    assert store.exchange((), [(KEYS[21], None)]).num_refused == 0, "its beginning gives way"
+
+
 @pytest.mark.parametrize("takes", [False, True], ids=["written", "pushed"])
 def test_a_hold_that_nobody_ends_is_over_after_its_time_whoever_asks(
     takes: bool, stack: ExitStack

@@ -119,6 +119,7 @@ class Receiving:
         self._carved.index.expire(self._clock())
         entries = dict(self._promoted(offer))
         if offer.hold and not self._hold(offer, self._carved.index):
+            self._carved.index.end_hold(offer.hold)  # of the prompt's earlier blocks, if any
             for entry in entries.values():
                 self._carved.index.end_promotion(entry, filled=False)
             entries = {}
