@@ -18,6 +18,7 @@ import pytest
 
 from banaserve.base.errors import FingerprintError, StoreUnavailableError
 from banaserve.kvstore.client.admin import clear_store
+from banaserve.kvstore.daemon import metrics
 from banaserve.kvstore.daemon.metrics import MetricsServer, prometheus_text
 from banaserve.kvstore.leases import Lookup, Slot
 from store_rig import DEADLINE_S, FINGERPRINT, KEYS, NUM_SLOTS, Store, opened, read, reserve, write
@@ -208,6 +209,16 @@ def test_metrics_name_every_number(store: Store) -> None:
     named = {line.split()[0] for line in text.splitlines() if not line.startswith("#")}
     for field in set(stats.__struct_fields__) - {"generation", "slot_bytes", "tiers"}:
         assert f"banaserve_kvstore_{field}" in {name.removesuffix("_total") for name in named}
+
+
+def test_who_asks_for_metrics_and_says_nothing_is_disconnected(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "REQUEST_S", 0.01)
+    server = MetricsServer(store.path, 0)
+    with socket.create_connection(("127.0.0.1", server.port), DEADLINE_S) as silent:
+        assert silent.recv(1) == b""
+    server.close()
 
 
 def test_metrics_are_served(store: Store) -> None:

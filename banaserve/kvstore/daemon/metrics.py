@@ -11,6 +11,9 @@ from banaserve.base.errors import StoreUnavailableError, UserError
 from banaserve.kvstore.client.admin import fetch_stats
 from banaserve.kvstore.stats import Measure, StoreStats, TierReport, TierStats, measures_of
 
+REQUEST_S = 10.0
+"""Maximum silence of a client, in seconds; each one takes a thread and a descriptor."""
+
 
 def prometheus_text(stats: StoreStats) -> str:
     """Return ``stats`` in Prometheus' text format."""
@@ -38,6 +41,8 @@ class MetricsServer:
 
     def __init__(self, socket_path: Path, port: int) -> None:
         class Handler(BaseHTTPRequestHandler):
+            timeout = REQUEST_S
+
             def do_GET(self) -> None:
                 _answer(self, socket_path)
 
