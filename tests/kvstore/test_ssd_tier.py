@@ -222,6 +222,33 @@ def test_a_write_that_fails_leaves_no_file(
     tier.close()
 
 
+def test_what_could_not_be_deleted_for_a_time_takes_no_room_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = 0.0
+    tier = SsdTier(tmp_path, MIB, now=lambda: seconds)
+    for number in range(60):
+        store(tier, number)
+
+    def read_only(path: str) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", read_only)
+        tier.clear()
+        while not tier.stats().problem:
+            poll(tier)
+    seconds += 60
+    for number in range(60):
+        store(tier, number)
+    while not tier.is_idle:
+        poll(tier)
+    files = list(tmp_path.glob("blocks/*/*"))
+    assert tier.stats().used_bytes == sum(path.stat().st_size for path in files)
+    assert len(files) == tier.stats().num_blocks > 30
+    tier.close()
+
+
 def test_files_are_written_over_when_the_budget_is_used_up(tmp_path: Path) -> None:
     tier = SsdTier(tmp_path, MIB)
     for number in range(60):

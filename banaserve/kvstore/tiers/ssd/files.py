@@ -144,6 +144,7 @@ class BlockFiles:
         self._dead: deque[DeadFile] = deque()
         self._dead_bytes = 0
         self._is_deleting = False
+        self._delete_at_s = 0.0
 
     @property
     def is_tidy(self) -> bool:
@@ -162,9 +163,7 @@ class BlockFiles:
     def adopt(self, blocks: Iterable[DiskBlock], dead: Iterable[DeadFile]) -> None:
         """Take over the files of a folder."""
         self.used_bytes += sum(block.file_bytes for block in blocks)
-        for file in dead:
-            self.used_bytes += file.num_bytes
-            self._drop(file)
+        self._take_in(dead)
 
     def path(self, block: DiskBlock) -> str:
         """Return the path of the file of a block."""
@@ -184,16 +183,15 @@ class BlockFiles:
         path, num_bytes, old = self.path(block), block.file_bytes, None
         if self._dead and self._dead[0].num_bytes == num_bytes:
             old = self._pop_dead().path
-        deleted = []
+        in_the_way: list[DeadFile] = []
         while old is None and self.used_bytes + num_bytes > self.capacity_bytes:
-            file = self._pop_dead()
-            self.used_bytes -= file.num_bytes
-            deleted.append(file.path)
+            in_the_way.append(self._pop_dead())
+            self.used_bytes -= in_the_way[-1].num_bytes
         if old is None:
             self.used_bytes += num_bytes
 
         def call() -> tuple[int, bool]:
-            _delete(*deleted)
+            _delete(in_the_way)
             digest = checksum(source)
             header = RecordHeader(block.num_bytes, block.sequence, digest, block.key, block.parent)
             return digest, _write_file(path, old, header, source)
@@ -201,6 +199,7 @@ class BlockFiles:
         def end(result: tuple[int, bool] | OSError) -> None:
             if isinstance(result, OSError):
                 self.used_bytes -= num_bytes
+                self._take_in(in_the_way)
                 then(result)
                 return
             block.checksum, direct = result
@@ -226,21 +225,21 @@ class BlockFiles:
 
     def tidy(self) -> None:
         """Delete files of forgotten blocks, a few at a time."""
-        if self._is_deleting or not self._dead:
+        if self._is_deleting or not self._dead or self._now() < self._delete_at_s:
             return
         self._is_deleting = True
         files = [self._pop_dead() for _ in range(min(MAX_DELETIONS, len(self._dead)))]
-        num_bytes = sum(file.num_bytes for file in files)
         # At once, so that no more blocks are evicted meanwhile for the same room.
-        self.used_bytes -= num_bytes
+        self.used_bytes -= sum(file.num_bytes for file in files)
 
         def end(error: OSError | None) -> None:
             self._is_deleting = False
             if error is not None:
-                self.used_bytes += num_bytes
+                self._take_in(files)
+                self._delete_at_s = self._now() + RETRY_S
                 self.report(error)
 
-        self._workers.submit(lambda: _delete(*(file.path for file in files)), end)
+        self._workers.submit(lambda: _delete(files), end)
 
     def report(self, error: OSError) -> None:
         """Accept no stores for a while, and log the reason once."""
@@ -255,6 +254,11 @@ class BlockFiles:
         if self.problem:
             self.problem = ""
             log.info("blocks are stored again in %s", self._folder.path)
+
+    def _take_in(self, dead: Iterable[DeadFile]) -> None:
+        for file in dead:
+            self.used_bytes += file.num_bytes
+            self._drop(file)
 
     def _drop(self, file: DeadFile) -> None:
         self._dead.append(file)
@@ -363,7 +367,9 @@ def _reserve(fd: int, num_bytes: int) -> None:
             raise
 
 
-def _delete(*paths: str) -> None:
-    for path in paths:
+def _delete(files: list[DeadFile]) -> None:
+    """Delete files and remove them from the list; an OSError leaves the others in it."""
+    while files:
         with suppress(FileNotFoundError):
-            os.unlink(path)
+            os.unlink(files[-1].path)
+        files.pop()
