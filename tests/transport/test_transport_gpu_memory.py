@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 
 from banaserve.transport.regions.gpu_memory import RowCopy, rows_of
 
+FAR = 2**31
+"""Least distance of rows that CUDA refuses."""
+
 
 @pytest.mark.parametrize(
     ("target", "source", "rows"),
@@ -26,6 +29,8 @@ from banaserve.transport.regions.gpu_memory import RowCopy, rows_of
             [RowCopy(0, 0, 0, 0, 16, 1), RowCopy(16, 64, 0, 0, 16, 1)],
         ),
         ([16, 8], [0, 8], [RowCopy(16, 0, 0, 0, 8, 1), RowCopy(8, 8, 0, 0, 8, 1)]),
+        ([0, 16], [0, FAR - 1], [RowCopy(0, 0, 16, FAR - 1, 8, 2)]),
+        ([0, 16], [0, FAR], [RowCopy(0, 0, 0, 0, 8, 1), RowCopy(16, FAR, 0, 0, 8, 1)]),
     ],
 )
 def test_neighbours_and_equal_steps_are_joined(target, source, rows):

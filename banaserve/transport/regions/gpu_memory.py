@@ -18,6 +18,8 @@ from banaserve.transport.memory import Memory, Runs
 HANDLE_BYTES = 64
 _GRANULE_BYTES = 2 * 2**20
 """CUDA serves smaller pieces from one block, and a handle shares the whole block."""
+_MOST_STEP_BYTES = 2**31 - 1
+"""Distance above which CUDA refuses rows: slots of a large store lie farther apart."""
 _COPY_BY_ADDRESS = 4
 _LAZY_PEER_ACCESS = 1
 _NON_BLOCKING = 1
@@ -53,7 +55,7 @@ def rows_of(target_offsets: Runs, source_offsets: Runs, run_bytes: int) -> Itera
             ours, theirs = (int(step) for step in steps[:, first]) if count > 1 else (0, 0)
             if ours == theirs == run_bytes:
                 yield RowCopy(target, source, 0, 0, count * run_bytes, 1)
-            elif min(ours, theirs) >= run_bytes:
+            elif run_bytes <= min(ours, theirs) and max(ours, theirs) <= _MOST_STEP_BYTES:
                 yield RowCopy(target, source, ours, theirs, run_bytes, count)
             else:
                 count = 1
