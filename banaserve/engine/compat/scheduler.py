@@ -47,6 +47,9 @@ def install_states() -> None:
     block could not be fetched is computed again from its first token: vLLM would end the engine,
     since it does not distinguish the blocks of several groups. All groups share one pool, so block
     ids are unique.
+
+    With vLLM's second model runner such a request of any model is preempted: that runner goes on at
+    its own position on the GPU, whatever number of computed tokens the scheduler goes back to.
     """
     begin, lose = Scheduler.__init__, Scheduler._handle_invalid_blocks
 
@@ -61,10 +64,14 @@ def install_states() -> None:
 
     @functools.wraps(lose)
     def start_over(scheduler: Scheduler, invalid: set[int], scheduled: dict[str, int]) -> set[str]:
-        if not _keeps_states(scheduler):
-            lost: set[str] = lose(scheduler, invalid, scheduled)
-            return lost
-        return _start_over(scheduler, invalid)
+        lost: set[str] = (
+            _start_over(scheduler, invalid)
+            if _keeps_states(scheduler)
+            else lose(scheduler, invalid, scheduled)
+        )
+        if scheduler.use_v2_model_runner and scheduler.recompute_kv_load_failures:
+            _preempt(scheduler, lost)
+        return lost
 
     Scheduler.__init__ = begin_with_states  # type: ignore[method-assign, assignment]
     Scheduler._handle_invalid_blocks = start_over  # type: ignore[method-assign, assignment]
@@ -97,6 +104,15 @@ def _start_over(scheduler: Scheduler, invalid: set[int]) -> set[str]:
             request.num_computed_tokens = 0
             lost.add(request.request_id)
     return lost
+
+
+def _preempt(scheduler: Scheduler, request_ids: set[str]) -> None:
+    """Preempt running requests; forget their blocks, some of which hold garbage."""
+    manager, now_s = scheduler.kv_cache_manager, time.monotonic()
+    for request in [one for one in scheduler.running[::-1] if one.request_id in request_ids]:
+        manager.evict_blocks({*chain.from_iterable(manager.get_block_ids(request.request_id))})
+        scheduler.running.remove(request)
+        scheduler._preempt_request(request, now_s, drop_stale_output=True)
 
 
 def use_waiting_queue(scheduler: Scheduler, queue: RequestQueue) -> None:
