@@ -54,7 +54,7 @@ class Setup:
             # A guest compiles kernels in its first step, on a processor that computes for all.
             *("--migration-stall", "30"),
             *("--run-dir", str(run_dir), "--dtype", "bfloat16", "--max-model-len", "2048"),
-            *("--kv-cache-memory-bytes", str(256 << 20)),
+            *("--kv-cache-memory-bytes", str(256 << 20), "--gpu-memory-utilization", "0.4"),
             *(("--tensor-parallel-size", str(self.ranks)) if self.ranks > 1 else ()),
             *(() if self.graphs else ("--enforce-eager",)),
         ]

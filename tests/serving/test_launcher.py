@@ -18,11 +18,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from banaserve.base.errors import InstanceDeadError
+from banaserve.base.errors import InstanceDeadError, UserError
 from banaserve.base.platform.processes import is_running
 from banaserve.mains import engine_parent, spawned
 from banaserve.serving.launch import messages
-from banaserve.serving.launch.launcher import ForkLauncher
+from banaserve.serving.launch.devices import Devices, check_memory
+from banaserve.serving.launch.launcher import ForkLauncher, SpawnLauncher
 from banaserve.serving.launch.messages import StartEngine, spawn
 from banaserve.serving.launch.parent_link import ParentLink, ParentLostError
 from waiting import until
@@ -220,3 +221,33 @@ def test_what_is_spawned_says_nothing_on_its_command_line_and_ends_with_its_star
     command = [sys.executable, "-m", spawned.__name__, "1"]
     done = subprocess.run(command, input=b"nonsense", timeout=60.0)
     assert (done.returncode, (tmp_path / "log").exists()) == (1, False)
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+async def test_engines_that_measure_the_memory_of_one_gpu_start_in_turn(in_turn: bool) -> None:
+    devices = Devices({"p0": "0, 1", "d0": "1", "d1": "2"})
+    launcher = SpawnLauncher([], devices, in_turn=in_turn)
+    began: list[str] = []
+
+    async def start(name: str) -> None:
+        async with launcher.turn_to_start(name):
+            began.append(name)
+
+    async with asyncio.TaskGroup() as group, launcher.turn_to_start("p0"):
+        group.create_task(start("d0"))
+        await group.create_task(start("d1"))
+        assert began == (["d1"] if in_turn else ["d0", "d1"])
+    assert sorted(began) == ["d0", "d1"]
+
+
+async def test_engines_without_a_gpu_start_at_once() -> None:
+    launcher = SpawnLauncher([], Devices({}), in_turn=True)
+    async with launcher.turn_to_start("p0"), launcher.turn_to_start("d0"):
+        pass
+
+
+def test_engines_share_the_memory_of_a_gpu() -> None:
+    check_memory(["0", "1"], 0.92)
+    check_memory(["0", "0", "1"], 0.5)
+    with pytest.raises(UserError, match=r"3 instances on GPU 1 take 0\.92 .*utilization 0\.30 too"):
+        check_memory(["0,1", "1", "1, 2"], 0.92)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,12 +57,21 @@ async def test_an_engine_that_ends_before_it_is_connected_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, process: subprocess.Popen[bytes]
 ) -> None:
     never = threading.Event()
+    starting: list[str] = []
 
     def connect(_: object) -> None:
+        assert not starting, "others may start now"
         process.kill()
         never.wait()
 
-    async def at_once(*_: object) -> None: ...
+    @contextlib.asynccontextmanager
+    async def turn_to_start(name: str) -> AsyncIterator[None]:
+        starting.append(name)
+        yield
+        starting.remove(name)
+
+    async def at_once(*_: object) -> None:
+        assert starting == ["x0"], "it measures the memory of its GPU"
 
     async def launched(*_: object) -> int:
         return process.pid
@@ -70,6 +80,7 @@ async def test_an_engine_that_ends_before_it_is_connected_is_not_waited_for(
     made = instance(tmp_path, connect)
     made._launcher = SimpleNamespace(
         start=launched,
+        turn_to_start=turn_to_start,
         address_there=lambda _, address: address,
         has_lost_parent=lambda _: False,
         place_of=made._launcher.place_of,
@@ -123,6 +134,7 @@ async def test_one_that_is_given_up_while_it_connects_does_not_serve(
     monkeypatch.setattr(instances, "weights_of", lambda _: "w")
     made._launcher = SimpleNamespace(
         start=launched,
+        turn_to_start=made._launcher.turn_to_start,
         address_there=lambda _, address: address,
         has_lost_parent=lambda _: False,
     )

@@ -43,7 +43,7 @@ from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.kvstore.sizes import parse_size
 from banaserve.mains.serve import Parts, scheme_of, serve
 from banaserve.migration.modules.attention_backend import attention_blocker
-from banaserve.serving.launch.devices import Devices, check_groups
+from banaserve.serving.launch.devices import Devices, check_groups, check_memory
 from banaserve.serving.launch.engine_settings import Budgets, RoleEngine
 from banaserve.serving.launch.launcher import ForkLauncher, Launcher, SpawnLauncher
 from banaserve.serving.launch.parent_link import ParentLink, start_parent
@@ -157,7 +157,10 @@ def _launcher(
         return _nodes_launcher(config, argv, num_gpus, instance_bytes, run, forks=forks)
     if forks:
         return _fork_launcher(argv, engine_config)
-    return SpawnLauncher(argv, _devices(config, _num_ranks(config, engine_config, by_role)))
+    cache = engine_config.cache_config
+    num_ranks = _num_ranks(config, engine_config, by_role)
+    devices = _devices(config, num_ranks, cache.gpu_memory_utilization)
+    return SpawnLauncher(argv, devices, in_turn=not cache.kv_cache_memory_bytes)
 
 
 def _fork_launcher(argv: list[str], engine_config: VllmConfig) -> ForkLauncher:
@@ -213,7 +216,7 @@ def _num_ranks(
     return [one.parallel_config.world_size for one in every]
 
 
-def _devices(config: ServeConfig, num_ranks: Sequence[int]) -> Devices:
+def _devices(config: ServeConfig, num_ranks: Sequence[int], memory_fraction: float) -> Devices:
     """Return the CUDA devices of each instance: as given, or in order, one for each rank."""
     if is_on_cpu():
         return Devices({})
@@ -222,6 +225,7 @@ def _devices(config: ServeConfig, num_ranks: Sequence[int]) -> Devices:
     names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
     if config.devices:
         check_groups(config.devices, num_ranks)
+        check_memory(config.devices, memory_fraction)
         return Devices(dict(zip(ids, config.devices, strict=True)), names, max(num_ranks))
     if len(names) < sum(num_ranks):
         sizes = " or ".join(str(one) for one in sorted(set(num_ranks)))

@@ -160,9 +160,10 @@ class Instance:
             handshake.bind(addresses["handshake"])
             argv = self.vllm_argv
             order = StartEngine(self.id, addresses["handshake"], str(self.log_path), argv)
-            self.pid = await self._launcher.start(order)
-            shaken = asyncio.create_task(startup_handshake(handshake, there))
-            await self._unless_ended(shaken, timeout_s)
+            async with self._launcher.turn_to_start(self.id):
+                self.pid = await self._launcher.start(order)
+                shaken = asyncio.create_task(startup_handshake(handshake, there))
+                await self._unless_ended(shaken, timeout_s)
         finally:
             handshake.close()
             context.term()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from banaserve.base.errors import MigrationError, UserError
+
+_SHARED = 0.9
+"""Fraction of a GPU's memory for the instances on it: CUDA itself takes half a gigabyte for each,
+and guests take theirs."""
 
 
 class Devices:
@@ -63,3 +68,21 @@ def check_groups(groups: Sequence[str], num_ranks: Sequence[int]) -> None:
                 f"--devices {group!r}: an instance of {needed} tensor-parallel ranks needs as many "
                 f"different GPUs, such as {example!r}, or a smaller --tensor-parallel-size"
             )
+
+
+def check_memory(groups: Sequence[str], fraction: float) -> None:
+    """Check that the instances on a GPU together take no more than its memory.
+
+    Args:
+        fraction: Fraction of a GPU's memory that each instance takes, as vLLM is told.
+
+    Raises:
+        UserError: They take more: the last of them would fail when it starts.
+    """
+    users = Counter(name.strip() for group in groups for name in group.split(","))
+    [(name, count)] = users.most_common(1)
+    if count > 1 and count * fraction > 1:
+        raise UserError(
+            f"--devices: {count} instances on GPU {name} take {fraction:g} of its memory each: "
+            f"give --gpu-memory-utilization {_SHARED / count:.2f} too"
+        )

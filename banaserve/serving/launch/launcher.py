@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import os
@@ -11,7 +12,8 @@ import socket
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -194,6 +196,12 @@ class Launcher(ABC):
         """Release the devices or the place of an instance that has been removed."""
         return
 
+    def turn_to_start(
+        self, instance_id: str
+    ) -> contextlib.AbstractAsyncContextManager[None, bool | None]:
+        """Return a context within which no other instance starts on the GPUs of this one."""
+        return contextlib.nullcontext()
+
 
 class ForkLauncher(Launcher):
     """Launcher that orders forks from the engine parent, and replaces a lost parent.
@@ -273,11 +281,15 @@ class SpawnLauncher(Launcher):
 
     Args:
         vllm_argv: vLLM's options of engine cores that are started without their own.
+        in_turn: True to start engines on one GPU one after the other: an engine that measures its
+            memory counts as its own what others take meanwhile.
     """
 
-    def __init__(self, vllm_argv: list[str], devices: Devices) -> None:
+    def __init__(self, vllm_argv: list[str], devices: Devices, *, in_turn: bool = False) -> None:
         self._vllm_argv = tuple(vllm_argv)
         self._devices = devices
+        self._in_turn = in_turn
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def devices_of(self, instance_id: str) -> str:
@@ -288,6 +300,14 @@ class SpawnLauncher(Launcher):
 
     def release(self, instance_id: str) -> None:
         self._devices.release(instance_id)
+
+    @contextlib.asynccontextmanager
+    async def turn_to_start(self, instance_id: str) -> AsyncIterator[None]:
+        devices = self.devices_of(instance_id) if self._in_turn else ""
+        async with contextlib.AsyncExitStack() as stack:
+            for name in sorted({name.strip() for name in devices.split(",") if name}):
+                await stack.enter_async_context(self._turns[name])
+            yield
 
     async def start(self, order: Order) -> int:
         beside = order.instance_id if isinstance(order, StartEngine) else order.address.target
