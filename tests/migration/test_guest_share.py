@@ -7,9 +7,11 @@ import os
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,6 +52,22 @@ class Device:
             self.now_s += seconds
             self.used_s += seconds
         return began_s, self.now_s
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_the_work_of_a_gpu_is_waited_for_where_it_is_bounded(
+    monkeypatch: pytest.MonkeyPatch, fraction: float
+) -> None:
+    waits: list[str] = []
+    stream = SimpleNamespace(synchronize=lambda: waits.append("waits"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    share = ComputeThrottle()
+    share.bound(fraction)
+    with share.computing():
+        waits.append("queues")
+    assert waits == (["queues"] if fraction == 1.0 else ["waits", "queues", "waits"])
+    assert share.busy_s > 0
 
 
 @given(PIECES, st.floats(0.05, 1.0))

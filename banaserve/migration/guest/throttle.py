@@ -52,7 +52,7 @@ class ComputeThrottle:
         self.fraction = 1.0
         self.busy_s = 0.0
         self._now_s = now_s
-        self._used_s = used_s or _device_seconds
+        self._used_s = used_s or self._device_seconds
         self._sleep = sleep
         self._due_s = 0.0
 
@@ -83,9 +83,12 @@ class ComputeThrottle:
         if self.fraction < 1.0 and (left_s := self._due_s - self._now_s()) > 0:
             self._sleep(left_s)
 
-
-def _device_seconds() -> float:
-    return time.process_time() / torch.get_num_threads()
+    def _device_seconds(self) -> float:
+        if not torch.cuda.is_initialized():
+            return time.process_time() / torch.get_num_threads()
+        if self.fraction < 1.0:
+            torch.cuda.current_stream().synchronize()  # work has been queued, not done
+        return time.perf_counter()
 
 
 def run_low_priority(work: Callable[[], T]) -> T:
