@@ -38,7 +38,10 @@ from benchmarks.random_model import SIZES
 _BLOCK_TOKENS = 128
 _WARM_UP_TOKENS = 400
 _FLUSH_TIMEOUT_S = 60.0
-_SAME = ("--colocated", "1", "--dtype", "float32", "--no-enable-prefix-caching")
+_SAME = (
+    *("--colocated", "1", "--dtype", "float32", "--no-enable-prefix-caching"),
+    *("--block-size", str(_BLOCK_TOKENS)),  # vLLM's own size on a CPU; on a GPU it is another
+)
 _STORE = ("--kv-store-size", "1536MiB", "--kv-store-ssd-size", "8GiB")
 
 

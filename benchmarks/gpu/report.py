@@ -17,12 +17,13 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from banaserve.base.arguments import Parser
 from banaserve.base.errors import UserError
@@ -39,6 +40,8 @@ _QUICK_BUDGET_S = 300.0
 _STATE_FILE = "stages.json"
 _RESULTS = "results"
 _GRACE_S = 20.0
+_KEEP_S = 20.0
+"""Time after which the archive is written anew, in seconds: the machine may end at any moment."""
 _ARCHIVE = "gpu-report.tar.gz"
 _LOGGED = re.compile(r"\b(INFO|WARNING|[Ww]arning)\b|^\[rank\d+\]:\[")
 LEAST_S = 15.0
@@ -95,13 +98,15 @@ def stages_of(size: str, *, quick: bool) -> list[Stage]:
     # Kernels that were not compiled yet are, in the first step of a guest.
     patient = ("--migration-stall", "30")
     tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu")
+    # Of 16 tokens each: with six of them, launches would take all the time.
+    blocks = ("--blocks", "60", "--cached-blocks", "40")
     return [
         _stage("environment", ("-m", "benchmarks.gpu.environment"), 90, 1),
         _stage("smoke", smoke, 180, 3),
         _benchmark("served", (*served, *patient), 400, 12),
         _stage("tests", tests, 480, 5),
         _benchmark("kernels", (), 300, 4),
-        _benchmark("pipeline", sized, 240, 3),
+        _benchmark("pipeline", (*sized, *blocks), 240, 3),
         _stage("smoke-graphs", (*smoke, "--graphs"), 180, 3),
         _benchmark("prefix-ttft", sized, 300, 3),
     ]
@@ -155,30 +160,40 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(list(argv))
     size = given.size or ("tiny" if given.quick else "1b")
     known = stages_of(size, quick=given.quick)
+    budget_s = given.budget or (_QUICK_BUDGET_S if given.quick else BUDGET_S)
+    until_s = time.monotonic() + budget_s
     for name in given.only:
         check_known("stage", name, [stage.name for stage in known])
     kit = Kit.read(ROOT / KIT) if (ROOT / KIT).is_dir() else None
     facts = device.read_facts()
     device.check(facts, size, kit.gpus if kit else ())
     end_on_sigterm()
-    budget_s = given.budget or (_QUICK_BUDGET_S if given.quick else BUDGET_S)
     ended = _read(given.out)
     chosen = [stage for stage in known if stage.name in given.only] or still_to_run(known, ended)
     print(f"{facts.words}: within {budget_s:.0f} s, into {given.out}", flush=True)
+
+    def keep() -> None:
+        with contextlib.suppress(OSError):  # files of servers come and go
+            _keep(given.out, [facts.words, *table(known, ended)])
+
     try:
-        _run_all(chosen, given.out, budget_s, ended)
+        _run_all(chosen, given.out, until_s, ended, keep)
     finally:
         _deliver(given.out, facts, known, ended)
     return 0 if all(_state(ended, one.name) is StageState.OK for one in (chosen or known)) else 1
 
 
 def _run_all(
-    chosen: Sequence[Stage], out: Path, budget_s: float, ended: dict[str, StageOutcome]
+    chosen: Sequence[Stage],
+    out: Path,
+    until_s: float,
+    ended: dict[str, StageOutcome],
+    keep: Callable[[], None],
 ) -> None:
     """Run the stages one after the other; note each end in ``ended`` and in the folder."""
-    until_s = time.monotonic() + budget_s
     for place, stage in enumerate(chosen):
-        allowed_s = limit_s(stage, chosen[place + 1 :], until_s - time.monotonic())
+        left_s = until_s - _GRACE_S - time.monotonic()
+        allowed_s = limit_s(stage, chosen[place + 1 :], left_s)
         if not allowed_s:
             print(f"{stage.name}: no time left", flush=True)
             ended.setdefault(
@@ -186,13 +201,19 @@ def _run_all(
             )
             continue
         print(f"{stage.name} (at most {allowed_s:.0f} s) ...", flush=True)
-        ended[stage.name] = outcome = run_stage(stage, out, allowed_s)
+        ended[stage.name] = outcome = run_stage(stage, out, allowed_s, keep)
         print(f"  {outcome.state} after {outcome.took_s:.0f} s: {outcome.words}", flush=True)
-        (out / _STATE_FILE).write_bytes(msgspec.json.encode(list(ended.values())))
+        part = out / f"{_STATE_FILE}.part"
+        part.write_bytes(msgspec.json.encode(list(ended.values())))
+        part.replace(out / _STATE_FILE)
+        keep()
 
 
-def run_stage(stage: Stage, out: Path, allowed_s: float) -> StageOutcome:
+def run_stage(stage: Stage, out: Path, allowed_s: float, keep: Callable[[], None]) -> StageOutcome:
     """Run a stage with its output in a log of its own; return how it ended.
+
+    Args:
+        keep: Function called now and then meanwhile.
 
     Raises:
         UserError: ``out`` cannot be written.
@@ -207,7 +228,7 @@ def run_stage(stage: Stage, out: Path, allowed_s: float) -> StageOutcome:
     result = ("--json", str(place)) if stage.benchmark else ()
     kept = {LOGS_VARIABLE: str((out / "logs" / f"servers-{stage.name}").resolve())}
     began_s = time.monotonic()
-    code = _run_logged((*stage.command, *result), log_path, allowed_s, kept)
+    code = _run_logged((*stage.command, *result), log_path, allowed_s, kept, keep)
     took_s = time.monotonic() - began_s
     words = _last_line(log_path)
     if code is None:
@@ -218,7 +239,11 @@ def run_stage(stage: Stage, out: Path, allowed_s: float) -> StageOutcome:
 
 
 def _run_logged(
-    command: Sequence[str], log_path: Path, limit_s: float, variables: Mapping[str, str]
+    command: Sequence[str],
+    log_path: Path,
+    limit_s: float,
+    variables: Mapping[str, str],
+    keep: Callable[[], None],
 ) -> int | None:
     """Run a command with its output in a log; return its exit code, None if it was ended.
 
@@ -235,9 +260,12 @@ def _run_logged(
             env={**environment(), **variables},
             preexec_fn=end_with_parent,
         )
+        until_s = time.monotonic() + limit_s
         try:
-            return process.wait(limit_s)
-        except subprocess.TimeoutExpired:
+            while (left_s := until_s - time.monotonic()) > 0:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return process.wait(min(left_s, _KEEP_S))
+                keep()
             return None
         finally:
             _end(process)
@@ -249,9 +277,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_GRACE_S)
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    for pid in psutil.pids():  # servers have groups of their own, and would keep the GPU's memory
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(pid) == process.pid:
+                os.kill(pid, signal.SIGKILL)
+    process.wait()
 
 
 def _last_line(log_path: Path) -> str:
@@ -275,13 +305,20 @@ def _deliver(
             lines.append(f"no page of results: {error}")
     if os.environ.get(device.NULL_GPU):
         lines.append("this GPU computes nothing: only that the programs run is shown")
+    print(f"\n{_keep(out, lines)}{out / _ARCHIVE} holds all results and logs", flush=True)
+
+
+def _keep(out: Path, lines: Sequence[str]) -> str:
+    """Write the table and the archive of everything so far; return the table."""
     text = "\n".join(lines) + "\n"
     (out / "table.txt").write_text(text)
-    with tarfile.open(out / _ARCHIVE, "w:gz") as archive:
+    part = out / f"{_ARCHIVE}.part"
+    with tarfile.open(part, "w:gz") as archive:
         for path in sorted(out.iterdir()):
-            if path.name != _ARCHIVE:
+            if not path.name.startswith(_ARCHIVE):
                 archive.add(path, path.name)
-    print(f"\n{text}{out / _ARCHIVE} holds all results and logs", flush=True)
+    part.replace(out / _ARCHIVE)
+    return text
 
 
 def table(known: Sequence[Stage], ended: Mapping[str, StageOutcome]) -> list[str]:

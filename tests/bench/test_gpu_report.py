@@ -13,6 +13,8 @@ import msgspec
 import pytest
 
 from banaserve.base.errors import UserError
+from banaserve.base.platform.processes import is_running
+from benchmarks import prefix_ttft
 from benchmarks.gpu import device, report
 from benchmarks.gpu.device import DeviceFacts, check
 from benchmarks.gpu.report import (
@@ -26,6 +28,7 @@ from benchmarks.gpu.report import (
 )
 from benchmarks.location import ROOT
 from benchmarks.registry import BENCHMARKS
+from waiting import eventually
 
 GOOD = DeviceFacts(
     torch="2.11.0+cu130", torch_cuda="13.0", driver_cuda="13.0", gpu="NVIDIA Test", architecture=90,
@@ -155,6 +158,45 @@ def test_one_table_and_one_archive_of_everything(
     assert "it works" in told, "what has run stays in the table"
 
 
+@pytest.mark.parametrize("when", ["after a stage", "in a stage"])
+def test_a_machine_that_ends_at_any_moment_leaves_an_archive(
+    three: list[Stage], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    names = """
+import sys, tarfile
+print("begun", flush=True)
+while True:
+    try:
+        with tarfile.open(sys.argv[1]) as archive:
+            if archive.extractfile(sys.argv[2]).read():
+                sys.exit(0)
+    except (OSError, KeyError):
+        pass
+"""
+    awaited = f"logs/{'good' if when == 'after a stage' else 'looks'}.log"
+    archive = str(tmp_path / "out" / "gpu-report.tar.gz")
+    three[1:] = [Stage("looks", (sys.executable, "-c", names, archive, awaited), 30, 1)]
+    monkeypatch.setattr(report, "_KEEP_S", 30.0 if when == "after a stage" else 0.1)
+    assert report.main(["--out", str(tmp_path / "out"), "--budget", "100"]) == 0
+
+
+def test_a_server_that_ignores_its_end_does_not_outlive_its_stage(
+    three: list[Stage], tmp_path: Path
+) -> None:
+    stays = "import signal; signal.signal(15, signal.SIG_IGN); print(flush=True); signal.pause()"
+    starts = f"""
+import subprocess, sys
+command = [sys.executable, "-c", {stays!r}]
+process = subprocess.Popen(command, stdout=subprocess.PIPE, process_group=0)
+process.stdout.readline()
+print(process.pid)
+"""
+    three[:] = [Stage("server", (sys.executable, "-c", starts), 30, 1)]
+    assert report.main(["--out", str(tmp_path / "out"), "--budget", "100"]) == 0
+    pid = int((tmp_path / "out" / "logs" / "server.log").read_text())
+    eventually(lambda: not is_running(pid))
+
+
 def test_the_page_shows_results_and_a_faulty_one_costs_no_archive(
     three: list[Stage], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,6 +220,11 @@ def test_a_list_of_stages_that_cannot_be_read_is_refused(
     (tmp_path / "stages.json").write_text("{")
     with pytest.raises(UserError, match=r"stages\.json: .*: remove it"):
         report.main(["--out", str(tmp_path)])
+
+
+def test_blocks_on_ssd_have_the_size_by_which_they_are_counted() -> None:
+    words = prefix_ttft._same()
+    assert words[words.index("--block-size") + 1] == str(prefix_ttft._BLOCK_TOKENS)
 
 
 @pytest.mark.parametrize("size", ["tiny", "1b", "8b"])
