@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ from banaserve_bench.loadgen.servers import (
     vllm_server,
 )
 from banaserve_bench.results import result
+from banaserve_bench.results.result import Result
 from banaserve_bench.results.statistics import median
 from benchmarks.measurement import Measurement, Samples, model_of, parser_of, progress_of
 from benchmarks.migration import done
@@ -83,15 +85,23 @@ def main(argv: Sequence[str]) -> int:
     given.on_gpu = result.machine().gpu is not None
     given.dtype = given.dtype or ("bfloat16" if given.on_gpu else "float32")
     measurement = Measurement("served", given)
-    plain, seen = asyncio.run(_measure(given))
-    record = measurement.result(_figures(plain, seen), _notes(seen))
+
+    def record_of(plain: Seen, seen: Seen) -> Result:
+        return measurement.result(_figures(plain, seen), _notes(seen))
+
+    def keep(plain: Seen, seen: Seen) -> None:
+        measurement.keep(record_of(plain, seen))
+
+    record = record_of(*asyncio.run(_measure(given, keep)))
     measurement.deliver(record)
     equal = [f.min for name, f in record.figures.items() if name.startswith("equal_")]
     return 0 if given.dtype != "float32" or min(equal) == 1.0 else 1
 
 
-async def _measure(options: argparse.Namespace) -> tuple[Seen, Seen]:
-    """Return what vLLM's own server answered, and what ours did."""
+async def _measure(
+    options: argparse.Namespace, keep: Callable[[Seen, Seen], None]
+) -> tuple[Seen, Seen]:
+    """Return what vLLM's own server answered, and what ours did; ``keep`` gets both meanwhile."""
     environment = _ON_GPU if options.on_gpu else {}
     with _model(options) as (path, shape), contextlib.ExitStack() as stack:
         orders = list(_orders(shape))
@@ -117,7 +127,8 @@ async def _measure(options: argparse.Namespace) -> tuple[Seen, Seen]:
                 ours += ["--migration-stall", str(options.migration_stall)]
             with banaserve_server(path, *ours, environment=environment) as server:
                 admin = AdminClient(*find_admin(run_dir))
-                seen = await _serve(server, admin, options, shape, orders, tell)
+                so_far = functools.partial(keep, plain)
+                seen = await _serve(server, admin, options, shape, orders, tell, so_far)
     return plain, seen
 
 
@@ -132,12 +143,15 @@ async def _serve(
     shape: Shape,
     orders: Sequence[MigrationRequest],
     tell: Callable[[str], None],
+    keep: Callable[[Seen], None],
 ) -> Seen:
+    """Return what our server answers; ``keep`` gets it after each part: the next may never end."""
     seen = Seen()
     async with OpenAiClient(server.url, _NAME, return_token_ids=True) as client:
         tell("prompts are handed over")
         seen.alone = await closed_loop(client, _calls(options, shape), 1)
         seen.again = await closed_loop(client, _calls(options, shape), 1)
+        keep(seen)
         for order in orders:
             kind = type(order).__name__.removeprefix("Move").lower()
             tell(f"{kind} leave and come home")
@@ -147,10 +161,10 @@ async def _serve(
                 there = await _meanwhile(client, calls, admin, order, streams)
                 streams += await _together(client, calls)
                 home = await _meanwhile(client, calls, admin, Return("d0"), streams)
+                seen.moves[kind] = there, home
             except UserError as error:
                 seen.failed[kind] = str(error)
-                continue
-            seen.moves[kind] = there, home
+            keep(seen)
     return seen
 
 

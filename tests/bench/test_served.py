@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,10 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served, "closed_loop", closed_loop)
 
 
-async def seen_of(admin: Any) -> Seen:
+async def seen_of(admin: Any, keep: Callable[[Seen], object] = lambda seen: None) -> Seen:
     server: Any = servers.Server(None, "http://127.0.0.1:1", Path("x"))  # type: ignore[arg-type]
     orders = [MoveLayers("d0", "p0", (2, 4)), MoveLayers("d0", "p0", (4, 5))]
-    return await served._serve(server, admin, OPTIONS, SHAPE, orders, lambda what: None)
+    return await served._serve(server, admin, OPTIONS, SHAPE, orders, lambda what: None, keep)
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,10 @@ async def seen_of(admin: Any) -> Seen:
 async def test_a_lost_guest_leaves_a_result(
     answers: None, errors: tuple[str, ...], why: str
 ) -> None:
-    seen = await seen_of(Admin(*errors))
+    kept: list[int] = []
+    seen = await seen_of(Admin(*errors), lambda seen: kept.append(len(seen.moves | seen.failed)))
     assert "layers" in seen.moves, "one of the two has left and come home"
+    assert kept[:2] == [0, 1], "what was handed over, then with the first move"
     plain = Seen(alone=seen.alone, streams={"": seen.streams["layers"]})
     assert served._figures(plain, seen)["equal_layers"] == ([1.0], "fraction")
     assert any(why in note for note in served._notes(seen))
