@@ -22,8 +22,8 @@ from banaserve.kvstore.pool import Numbers, PoolView
 class TracePoint(IntEnum):
     """Points at which a layer is stamped, in the order in which they are reached.
 
-    A layer computes from WAITED to the next layer's WAIT. On a GPU the copies and the forward pass
-    are stamped when they are queued.
+    A layer computes from WAITED to the next layer's WAIT, for which the engine's thread waits on a
+    GPU. Copies without a limit of speed are stamped there when they are queued.
     """
 
     LOAD = 0
@@ -127,6 +127,7 @@ class TracedWorker(StoreConnectorWorker):
 
     def wait_for_load(self, layer_name: str) -> None:
         layer = self._layer_index[layer_name]
+        self._wait_for_work()
         self.stamp(layer, TracePoint.WAIT)
         super().wait_for_load(layer_name)
         self.stamp(layer, TracePoint.WAITED)
@@ -138,7 +139,14 @@ class TracedWorker(StoreConnectorWorker):
         else:
             super().save_layer(layer_name)
 
+    def _wait_for_work(self) -> None:
+        """Wait until the engine has computed what it has queued."""
+        assert self._copier is not None
+        if self.current is not None and not self._copier.is_synchronous:
+            self._copier.mark().synchronize()
+
     def end_step(self) -> None:
+        self._wait_for_work()
         computed_s = time.perf_counter()
         for layer_name in self._deferred:
             super().save_layer(layer_name)

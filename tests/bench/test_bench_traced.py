@@ -6,12 +6,15 @@ import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("vllm")
 
+from banaserve.engine.connector.worker_side.block_copy import BlockCopier
 from benchmarks.drivers.traced_connector import CopyOptions, TracedWorker, TracePoint
 from layered_engine import (
     LAYERS,
@@ -98,3 +101,40 @@ def test_the_trace_is_in_the_order_of_the_pipeline(engines: LayeredEngines) -> N
     assert loads == sorted(loads)
     assert loaded.began_s <= loaded.forward_s <= loaded.computed_s <= loaded.ended_s
     assert loaded.fetched_blocks == 2
+
+
+class QueuedWork:
+    """A copier of an engine whose calls return before its work is done.
+
+    Attributes:
+        waits: Layers that had reached the wait for their fetch, at each wait for the work.
+    """
+
+    is_synchronous = False
+
+    def __init__(self, inner: BlockCopier, worker: TracedWorker) -> None:
+        self.waits: list[int] = []
+        self.load, self.save, self.close = inner.load, inner.save, inner.close
+        self._worker = worker
+
+    def mark(self) -> Any:
+        return SimpleNamespace(synchronize=self._synchronize)
+
+    def _synchronize(self) -> None:
+        assert self._worker.current is not None
+        layers = self._worker.current.layers
+        self.waits.append(sum(not math.isnan(layer[TracePoint.WAIT]) for layer in layers))
+
+
+def test_layers_are_stamped_when_they_have_computed(engines: LayeredEngines) -> None:
+    engine, worker = traced(engines, 0.0)
+    made: list[QueuedWork] = []
+
+    def wrap(inner: BlockCopier) -> BlockCopier:
+        made.append(QueuedWork(inner, worker))
+        return made[0]
+
+    worker.wrap_copier(wrap)
+    engine.step(compute=number_blocks)
+    engine.step(saves=engine.reserve(range(2)), compute=number_blocks)
+    assert made[0].waits == [*range(LAYERS), LAYERS], "and once at the end, if blocks are copied"
