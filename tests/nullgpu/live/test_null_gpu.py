@@ -49,6 +49,7 @@ SETUPS = [
     Setup("tiny-moe"),
     Setup(graphs=True),
     Setup(runner=2),
+    Setup(graphs=True, runner=2),
     Setup(ranks=2),
 ]
 

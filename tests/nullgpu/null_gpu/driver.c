@@ -137,7 +137,7 @@ CUresult cuMemGetAllocationGranularity(size_t* size, const CUmemAllocationProp* 
 CUresult cuMemAddressReserve(CUdeviceptr* pointer, size_t size, size_t alignment, CUdeviceptr near,
                              unsigned long long flags) {
   int map = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE;
-  void* found = mmap(next_reservation, size, PROT_READ | PROT_WRITE, map, -1, 0);
+  void* found = mmap(next_reservation, size, PROT_NONE, map, -1, 0);
   if (found == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
   next_reservation += size + (2 << 20);
   *pointer = (CUdeviceptr)found;
@@ -156,8 +156,15 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t size,
   return CUDA_SUCCESS;
 }
 
+CUresult cuMemMap(CUdeviceptr pointer, size_t size, size_t offset,
+                  CUmemGenericAllocationHandle handle, unsigned long long flags) {
+  mprotect((void*)pointer, size, PROT_READ | PROT_WRITE);
+  return CUDA_SUCCESS;
+}
+
 CUresult cuMemUnmap(CUdeviceptr pointer, size_t size) {
   madvise((void*)pointer, size, MADV_DONTNEED);
+  mprotect((void*)pointer, size, PROT_NONE);
   return CUDA_SUCCESS;
 }
 
