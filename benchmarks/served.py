@@ -102,7 +102,6 @@ async def _measure(
     options: argparse.Namespace, keep: Callable[[Seen, Seen], None]
 ) -> tuple[Seen, Seen]:
     """Return what vLLM's own server answered, and what ours did; ``keep`` gets both meanwhile."""
-    environment = _ON_GPU if options.on_gpu else {}
     with _model(options) as (path, shape), contextlib.ExitStack() as stack:
         orders = list(_orders(shape))
         tell = stack.enter_context(progress_of(3 + len(orders), "plain vLLM answers"))
@@ -112,7 +111,7 @@ async def _measure(
             *(SHARES_GPU if options.on_gpu else ()),
         )
         plain = Seen()
-        with vllm_server(path, _NAME, *same, environment=environment) as server:
+        with vllm_server(path, _NAME, *same) as server:
             async with OpenAiClient(server.url, _NAME, return_token_ids=True) as client:
                 plain.alone = await closed_loop(client, _calls(options, shape), 1)
                 plain.streams[""] = await _together(client, _streams(options, shape))
@@ -125,15 +124,11 @@ async def _measure(
                 ours += ["--devices", "0;0"]
             if options.migration_stall:
                 ours += ["--migration-stall", str(options.migration_stall)]
-            with banaserve_server(path, *ours, environment=environment) as server:
+            with banaserve_server(path, *ours) as server:
                 admin = AdminClient(*find_admin(run_dir))
                 so_far = functools.partial(keep, plain)
                 seen = await _serve(server, admin, options, shape, orders, tell, so_far)
     return plain, seen
-
-
-_ON_GPU = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_KV_CACHE_LAYOUT": "LBHNC"}
-"""Variables without which nothing moves on a GPU; vLLM's own server gets them, too."""
 
 
 async def _serve(
