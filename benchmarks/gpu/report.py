@@ -97,7 +97,10 @@ def stages_of(size: str, *, quick: bool) -> list[Stage]:
     served = ("--size", size, *streams, "--kv-mib", "1024" if quick else "2048")
     # Kernels that were not compiled yet are, in the first step of a guest.
     patient = ("--migration-stall", "30")
-    tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu")
+    names = sorted(path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
+    names.sort(key=lambda name: "kernels" in name)  # many, each of which is compiled first
+    files = [f"tests/gpu/{name}" for name in names]
+    tests = ("-m", "pytest", "-v", "-p", "no:cacheprovider", *files)
     # Of 16 tokens each: with six of them, launches would take all the time.
     blocks = ("--blocks", "60", "--cached-blocks", "40")
     return [

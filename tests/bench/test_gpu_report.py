@@ -97,6 +97,13 @@ def test_a_stage_may_take_what_others_left() -> None:
     assert limit_s(stages[-1], [], LEAST_S - 1) == 0
 
 
+def test_tests_of_kernels_come_last_since_they_are_compiled_first() -> None:
+    (tests,) = [stage for stage in stages_of("1b", quick=False) if stage.name == "tests"]
+    files = [word for word in tests.command if word.startswith("tests/")]
+    assert {ROOT / name for name in files} == {*(ROOT / "tests" / "gpu").glob("test_*.py")}
+    assert files[-1] == "tests/gpu/test_gpu_kernels.py"
+
+
 def test_a_further_call_runs_what_is_left_and_then_what_failed() -> None:
     stages = [Stage(name, (), 10, 1) for name in "abcde"]
     ended = {
