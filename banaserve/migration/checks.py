@@ -80,9 +80,20 @@ def attends_with_kernels(config: VllmConfig) -> bool:
     return not is_on_cpu or packs_nothing(settings_of(config))
 
 
-def overlap_blocker(config: VllmConfig) -> str:
+def plans_one_batch(attention: Any) -> bool:
+    """Return whether an attention's metadata of a batch is void once that of another is built.
+
+    FlashInfer's wrappers, which vLLM keeps, hold the plan of the last batch alone.
+    """
+    backend = getattr(attention, "attn_backend", None)
+    return backend is not None and backend.get_name() == "FLASHINFER"
+
+
+def overlap_blocker(config: VllmConfig, attentions: Iterable[Any] = ()) -> str:
     """Return the reason why steps of this engine cannot be cut; empty if they can."""
     model = config.model_config
+    if any(map(plans_one_batch, attentions)):
+        return "FlashInfer plans one batch of a step"
     if config.parallel_config.tensor_parallel_size > 1:
         return "its ranks say after each range whether their guests have answered"
     if model.is_encoder_decoder:

@@ -257,6 +257,19 @@ def test_engines_whose_steps_cannot_be_cut(facts: Any, connector: str | None, wh
     assert bool(found) == bool(why)
 
 
+@pytest.mark.parametrize(("backend", "cannot"), [("FLASH_ATTN", False), ("FLASHINFER", True)])
+def test_steps_whose_attention_plans_one_batch_are_not_cut(backend: str, cannot: bool) -> None:
+    config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        model_config=SimpleNamespace(
+            is_encoder_decoder=False, is_mm_prefix_lm=False, uses_mrope=False, use_mla=False
+        ),
+        kv_transfer_config=None,
+    )
+    attention = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: backend))
+    assert ("FlashInfer" in checks.overlap_blocker(config, [attention])) is cannot
+
+
 def test_what_cannot_be_cut_stays_as_it_is() -> None:
     from banaserve.migration.microbatch.overlap import Overlap
 

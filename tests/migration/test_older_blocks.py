@@ -137,6 +137,8 @@ def test_planning() -> None:
         ({"sinks": [0.5]}, {}, "attention sinks"),
         ({}, {"kv_cache_dtype": "fp8_e4m3"}, "scaled KV"),
         ({}, {"head_size": 72}, "heads of size 72"),
+        ({}, {"attn_backend": SimpleNamespace(get_name=lambda: "TRITON_ATTN")}, None),
+        ({}, {"attn_backend": SimpleNamespace(get_name=lambda: "FLASHINFER")}, "plans one batch"),
     ],
 )
 def test_attention_that_looks_at_more_than_keys_is_refused(

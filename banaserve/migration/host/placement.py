@@ -24,7 +24,7 @@ class PlacementManager:
         self.overlap = Overlap(
             engine.layers,
             engine.step_context,
-            checks.overlap_blocker(engine.config),
+            checks.overlap_blocker(engine.config, engine.attentions.values()),
             max_microbatches,
         )
         self._engine = engine

@@ -56,6 +56,11 @@ class Context(LayerSpan, frozen=True, tag="context"):
         """Refuse an attention that uses more than keys and queries, or has other head sizes."""
         impl = getattr(attention.impl, "inner", attention.impl)
         checks.check_heads(attention, name)
+        if checks.plans_one_batch(attention):
+            raise MigrationError(
+                f"{name} plans one batch of a step, so its sequences cannot be split: choose "
+                "another --attention-backend than FLASHINFER"
+            )
         limits = (window_tokens(impl), "a sliding window"), (impl.logits_soft_cap, "a cap")
         for value, what in limits:
             if value is not None and value > 0:
