@@ -434,6 +434,10 @@ async def test_a_server_is_healthy_until_nothing_has_served_for_a_while() -> Non
     assert cluster.is_healthy
     clock.at_s = 110.5
     assert not cluster.is_healthy
+    with mortals[0].service.replacing():  # by an operator: the other one does both meanwhile
+        assert cluster.is_healthy
+    clock.at_s = 130.0
+    assert not cluster.is_healthy
     mortals[0].state = State.READY
     assert cluster.is_healthy
 

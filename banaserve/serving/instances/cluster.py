@@ -119,9 +119,12 @@ class Cluster:
     @property
     def is_ready(self) -> bool:
         """True if every role has an instance that serves; instances being replaced are ignored."""
-        staying = [i for i in self.instances.values() if not i.service.is_replaced]
-        serving = {i.role for i in staying if i.state is State.READY}
-        return bool(serving) and serving == {i.role for i in staying}
+        serving = {i.role for i in self._staying if i.state is State.READY}
+        return bool(serving) and serving == {i.role for i in self._staying}
+
+    @property
+    def _staying(self) -> list[Instance]:
+        return [i for i in self.instances.values() if not i.service.is_replaced]
 
     @property
     def has_failed(self) -> bool:
@@ -130,7 +133,10 @@ class Cluster:
 
     @property
     def is_healthy(self) -> bool:
-        """True if instances serve both legs, or did so within ``unserved_s``."""
+        """True if instances serve both legs, or did so within ``unserved_s``.
+
+        Instances being replaced are ignored: the others serve both legs meanwhile.
+        """
         self._note_service()
         is_recent = self._clock.now() - self._served_s < self._timeouts.unserved_s
         return is_recent and not self.has_failed
@@ -138,5 +144,5 @@ class Cluster:
     def _note_service(self) -> None:
         serving = self.serving()
         legs = frozenset[Role]().union(*(one.role.legs for one in serving))
-        if len(serving) == len(self.instances) or legs == Role.COLOCATED.legs:
+        if legs == Role.COLOCATED.legs or all(one.state is State.READY for one in self._staying):
             self._served_s = self._clock.now()
