@@ -105,15 +105,15 @@ class Operations(Generic[State]):
         """Ask for the end of an operation, and return without waiting for it.
 
         Raises:
-            MigrationError: There is no such operation, or the operation has ended.
+            MigrationError: There is no such operation, it has ended or can be aborted no more.
         """
         if (run := self._runs.get(operation_id)) is None:
             raise MigrationError(f"there is no {self._noun} {operation_id}")
         state = run.state
         if not state.is_open:
             raise MigrationError(f"{self._noun} {operation_id} is {state.state}: nothing to abort")
-        run.is_aborting = True
         self._abort(state)
+        run.is_aborting = True
         return state
 
     async def wait(self, operation_id: str, timeout_s: float | None = None) -> State:
@@ -173,7 +173,11 @@ class Operations(Generic[State]):
         state.state, state.reason = ending, reason
 
     def _abort(self, state: State) -> None:
-        """Act on an abort at once; the operation's task learns of it by ``_check_wanted``."""
+        """Act on an abort at once; the operation's task learns of it by ``_check_wanted``.
+
+        Raises:
+            MigrationError: It is too late: the operation continues.
+        """
 
     def _cancel(self, state: State) -> None:
         """Cancel the operation's task where it waits; with an abort the end is ``aborted``."""

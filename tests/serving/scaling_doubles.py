@@ -84,6 +84,8 @@ class Machines(SleepLauncher):
         self.num_looks = 0
         self.may_join = asyncio.Event()
         self.may_join.set()
+        self.may_leave = asyncio.Event()
+        self.may_leave.set()
         self._held: set[str] = set()
 
     def nodes(self) -> list[NodeStatus]:
@@ -117,6 +119,7 @@ class Machines(SleepLauncher):
         if self.on[name]:
             raise MigrationError(f"node {name} has instances still")
         del self.on[name]
+        await self.may_leave.wait()
 
     def reserve(self, instance_id: str) -> None:
         free = [name for name in self.on if name not in self._held]

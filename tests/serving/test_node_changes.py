@@ -117,6 +117,16 @@ async def test_streams_that_do_not_end_keep_the_node(served: Served) -> None:
     assert served.scaler.recent()[-1].state == "aborted"
 
 
+async def test_one_that_is_being_given_back_leaves(served: Served) -> None:
+    served.machines.may_leave.clear()
+    begun = served.changes.begin_remove("b", 20.0, are_replaced=False)
+    await until(lambda: "b" not in served.machines.on)
+    with pytest.raises(MigrationError, match="node b is being given back: too late to abort"):
+        served.changes.abort(begun.id)
+    served.machines.may_leave.set()
+    assert (await served.changes.wait(begun.id, 30.0)).state == "done"
+
+
 async def test_no_room_elsewhere_keeps_the_node(served: Served) -> None:
     served.factory.num_devices = 1
     failed = await served.removed("b")

@@ -18,6 +18,7 @@ from banaserve.serving.operations.scaler import Scaler
 
 logger = logging.getLogger(__name__)
 LOOK_S = 5.0
+_GIVING_BACK = "giving it back"
 
 
 class NodeChanges(Operations[NodeChange]):
@@ -112,6 +113,8 @@ class NodeChanges(Operations[NodeChange]):
             ) from None
 
     def _abort(self, state: NodeChange) -> None:
+        if state.now == _GIVING_BACK:
+            raise MigrationError(f"node {state.node} is being given back: too late to abort")
         self._cancel(state)
 
     def _end(self, state: NodeChange, ending: str, reason: str) -> None:
@@ -132,7 +135,7 @@ class NodeChanges(Operations[NodeChange]):
             if scaling_id:
                 change.now = f"its instances leave ({scaling_id})"
                 await self._wait_left(name, scaling_id)
-            change.now = "giving it back"
+            change.now = _GIVING_BACK
             await self._launcher.remove_node(name)
         except BaseException:
             if any(node.name == name for node in self.nodes()):
