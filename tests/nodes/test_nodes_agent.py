@@ -114,6 +114,33 @@ def test_an_agent_that_ends_ends_all_and_the_next_begins_empty(
     asyncio.run(run())
 
 
+def test_a_node_comes_back_after_files_of_the_model_were_replaced_everywhere(
+    scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("banaserve.nodes.server.pool.RETRY_S", 0.05)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+
+    async def run() -> None:
+        node = await start_node(tmp_path)
+        launcher = launcher_of(node)
+        launcher.pool.work = replace(launcher.pool.work, vllm_argv=("--model", str(model)))
+        try:
+            await launcher.open(lambda _: None)
+            (model / "config.json").write_text('{"vocab_size": 10}')
+            await node.end()
+            await until(lambda: launcher.nodes()[0].state == "away")
+            node = await start_node(tmp_path, node.port)
+            await until(lambda: launcher.nodes()[0].state == "ready")
+        finally:
+            await launcher.leave()
+            launcher.close()
+        await node.end()
+
+    asyncio.run(run())
+
+
 def test_what_belonged_to_an_earlier_session_is_refused(scripts: Scripts, tmp_path: Path) -> None:
     async def run() -> None:
         node = await start_node(tmp_path)

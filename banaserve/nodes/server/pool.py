@@ -245,7 +245,9 @@ class NodePool:
                 try:
                     client.place = await self.places.find(node.number)
                     await client.open()
-                    node.order = _at_home(node.order, client)
+                    digest = await self.digest(node.order.vllm_argv)  # files may have been replaced
+                    order = msgspec.structs.replace(node.order, model_digest=digest)
+                    node.order = _at_home(order, client)
                     await client.prepare(node.order)
                 except (NodeLostError, UserError) as error:
                     client.problem = str(error)
