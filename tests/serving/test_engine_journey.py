@@ -558,6 +558,31 @@ async def test_an_abort_by_id_ends_a_request_on_its_prefill_leg() -> None:
     assert not decode.output_processor.request_states
 
 
+async def test_an_abort_by_id_ends_a_request_whose_decode_instance_has_left() -> None:
+    prefill, left, other = Engine("p0"), Engine("d0"), Engine("d1")
+    waits, may_go_on = asyncio.Event(), asyncio.Event()
+
+    class Slow(Engines):
+        """Engines of which no decode engine takes a request for a while, once one has left."""
+
+        async def route(self, asked: RequestView, *_: object) -> RoutedLegs:
+            if left.has_left_decode:
+                waits.set()
+                await may_go_on.wait()
+            return await super().route(asked)
+
+    given = job(streamed())
+    reader = Reader(given, Slow(left, other, prefill=prefill))
+    await reader.reaches(prefill)
+    left.has_left_decode = True
+    prefill.compute(1)
+    await waits.wait()
+    given.aborted = True
+    may_go_on.set()
+    await reader.read()
+    assert (reader.finished, reader.finish_reason, other.legs) == (True, "abort", [])
+
+
 def several(kind: RequestOutputKind, num: int = 3) -> list[RequestContext]:
     params = SamplingParams(n=num, temperature=1.0, seed=5, max_tokens=4, output_kind=kind)
     return list(sequences_of(job(params)))

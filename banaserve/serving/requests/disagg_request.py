@@ -57,11 +57,11 @@ async def run_request(
                     leg = "prefill"
                     await prefill(context, router, legs, legs.prefill)
                 leg = "decode"
+                legs = await hand_over(context, router, legs)
                 await _load_adapter(context, legs.decode)
                 if context.aborted:
                     yield context.send(await aborted_output(context, legs.decode))
                     return
-                legs = await hand_over(context, router, legs)
                 async with contextlib.aclosing(decode(context, router, legs)) as outputs:
                     async for output in outputs:
                         yield context.send(output)
@@ -171,7 +171,6 @@ async def hand_over(context: RequestContext, router: Router, legs: RoutedLegs) -
         async with asyncio.timeout_at(context.deadline):
             legs = await router.route(asked, None, context.notes, context.weights)
         context.prediction = None
-        await _load_adapter(context, legs.decode)
     context.weights = legs.decode.weights
     context.prompt_leg_ended.set()
     if context.is_first_try and context.index == 0:
