@@ -395,8 +395,8 @@ class DisaggregatedClient(EngineClient):
         if level > _LIGHT_SLEEP:
             # Awake again, the engine would compute without them and put wrong KV into the store.
             raise NotImplementedError(f"sleep level {level} throws weights away: use level 1")
-        if level and mode == "keep" and self.request_ids():
-            raise ValueError("sleep level 1 drops the KV of requests under way: give another mode")
+        if level and mode == "keep":
+            self._check_none_under_way()
         self._router.residency.forget()
         async with self._stopped(mode):
             paused = self._lasting.calls
@@ -407,7 +407,12 @@ class DisaggregatedClient(EngineClient):
                 self._lasting.calls = paused
                 raise
 
+    def _check_none_under_way(self) -> None:
+        if self.request_ids():
+            raise ValueError("this drops the KV of requests under way: pause with another mode")
+
     async def release_kv_cache_memory(self) -> None:
+        self._check_none_under_way()  # or some engines would do it, and others refuse
         self._router.residency.forget()
         async with self._calling:
             await self._broadcast("release_kv_cache_memory")

@@ -278,8 +278,9 @@ async def test_a_sleep_that_an_engine_refuses_leaves_all_paused() -> None:
 async def test_requests_under_way_do_not_outlast_their_kv() -> None:
     made = client()
     made._sequences = {1: [await prepared(made, 4)]}
-    with pytest.raises(ValueError, match="another mode"):
-        await made.sleep(1, "keep")
+    for call in (made.sleep(1, "keep"), made.release_kv_cache_memory()):
+        with pytest.raises(ValueError, match="another mode"):
+            await call
     assert not made._lasting.calls
 
 
