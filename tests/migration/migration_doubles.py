@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from banaserve.base.errors import MigrationError
 from banaserve.base.platform.run_dir import RunDir
 from banaserve.base.types import InstanceId, ModulePlacement, Role
 from banaserve.contracts.migration_api import Migration, MoveLayers
@@ -250,10 +251,15 @@ class Instance:
         self.llm: Any = self.engine
         self.guests = (0, 0.0)
         self.placements: tuple[ModulePlacement, ...] = ()
+        self.is_paused = False
 
     @property
     def is_ready(self) -> bool:
         return self.llm is not None
+
+    def check_not_paused(self) -> None:
+        if self.is_paused:
+            raise MigrationError("the engines sleep or are paused")
 
     def set_guests(self, num_bytes: int, busy_fraction: float) -> None:
         self.guests = (num_bytes, busy_fraction)

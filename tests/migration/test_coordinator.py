@@ -185,6 +185,12 @@ async def test_an_instance_that_is_down_is_refused(cluster):
         await cluster.coordinator.begin(LAYERS)
 
 
+async def test_nothing_moves_while_engines_sleep(cluster):
+    cluster.d0.is_paused = True
+    with pytest.raises(MigrationError, match="sleep or are paused"):
+        await cluster.coordinator.begin(LAYERS)
+
+
 # ---- given up
 
 

@@ -23,7 +23,7 @@ from banaserve.contracts.restart_api import RestartRequest, RollingRestart
 from banaserve.engine.compat.requests import RequestOutput, RequestOutputKind
 from banaserve.serving.instances import supervisor
 from banaserve.serving.instances.cluster import Cluster
-from banaserve.serving.instances.instance import State
+from banaserve.serving.instances.instance import Check, State
 from banaserve.serving.instances.probe import ClusterTimeouts
 from banaserve.serving.instances.service_state import ServiceState
 from banaserve.serving.launch.engine_settings import EngineSettings
@@ -47,6 +47,7 @@ class Engine:
         self.place = InstancePlace()
         self.service, self.has_lost_client = ServiceState(name), False
         self.pid = self.inflight_requests = self.num_movable = 0
+        self.is_paused = False
         self.started: list[str] = []
         self.num_moves = 0
         self._broken = broken
@@ -67,12 +68,19 @@ class Engine:
     def takes_requests(self) -> bool:
         return self.is_ready and self.service.takes_requests
 
-    async def start(self, _: float) -> None:
+    async def start(self, _: float, check: Check | None = None) -> None:
         self.started.append(self.weights)
         self._ended.clear()
         if f"{self.id}:{self.weights}" in self._broken:
             raise InstanceDeadError(f"{self.id} ended while starting")
+        if check is not None:
+            instance: Any = self
+            await check(instance)
         self.state = State.READY
+
+    def check_not_paused(self) -> None:
+        if self.is_paused:
+            raise MigrationError("the engines sleep or are paused")
 
     async def wait_dying(self) -> None:
         await self._ended.wait()
@@ -224,6 +232,32 @@ async def test_a_restart_of_what_was_tries_again(world: Made) -> None:
     assert (found.state, set(states(found).values())) == ("done", {"done"})
 
 
+async def test_an_engine_whose_machine_is_back_is_replaced_before_it_starts(
+    world: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = await world()
+    engine, replacing = one.engines["p0"], list[asyncio.Task[None]]()
+    new = replace(NEW, weights="new")
+
+    def begin(_: object, now_s: float) -> float:
+        work = one.cluster.supervisor.replace(engine, new, one._check)
+        replacing.append(asyncio.create_task(work))
+        return 0.0
+
+    monkeypatch.setattr(supervisor.RestartPolicy, "next_delay_s", begin)
+    engine.place = InstancePlace(is_there=False)
+    engine.kill()
+    await until(lambda: engine.state is State.FAILED)
+    engine.place = InstancePlace()
+    await until(lambda: replacing)
+    await asyncio.wait_for(replacing[0], 30.0)
+    assert (engine.started, one.checked, engine.state) == (
+        ["old", "new"],
+        [("p0", "new")],
+        State.READY,
+    )
+
+
 async def test_streams_that_no_other_can_take_are_waited_for(world: Made) -> None:
     one = await world()
     for name in ("p0", "p1", "d1"):
@@ -260,18 +294,32 @@ async def test_one_restart_at_a_time_that_can_be_given_up(world: Made) -> None:
         one.restarts.abort(restart.id)
 
 
-async def test_a_restart_that_goes_back_can_be_given_up_too(world: Made) -> None:
+async def test_an_abort_ends_the_wait_of_a_restart_that_goes_back(world: Made) -> None:
     one = await world()
     one.engines["d0"].inflight_requests = 1  # a prompt, which cannot move
     restart = await one.restarts.begin(RestartRequest("new"))
     await until(lambda: restart.engines[1].num_left == 1)
-    one.engines["p0"].inflight_requests = 1
+    first = one.engines["p0"]
+    first.inflight_requests = first.num_movable = 1  # no other engine has its weights
     one.restarts.abort(restart.id)
     await until(lambda: restart.state == "going back")
     one.restarts.abort(restart.id)
     found = await one.restarts.wait(restart.id, 30.0)
     assert (found.state, found.reason) == ("aborted", "given up by an operator")
-    assert (states(found)["p0"], one.restarts.is_under_way) == ("waiting", False)
+    assert (states(found)["p0"], set(one.weights.values())) == ("taken back", {"old"})
+
+
+async def test_an_abort_while_the_last_engine_starts_takes_all_back(world: Made) -> None:
+    one = await world()
+
+    async def abort(engine: Any) -> None:
+        if (engine.id, engine.weights) == ("d1", "new"):
+            one.restarts.abort(one.restarts.recent()[0].id)
+
+    one.restarts._check = abort
+    found = await one.run("new")
+    assert (found.state, found.reason) == ("aborted", "given up by an operator")
+    assert (set(one.weights.values()), one.restarts.settings) == ({"old"}, OLD)
 
 
 async def test_what_is_refused_replaces_nothing(world: Made) -> None:
@@ -280,12 +328,8 @@ async def test_what_is_refused_replaces_nothing(world: Made) -> None:
         await one.restarts.begin(RestartRequest("bad"))
     with pytest.raises(UserError, match="give seconds"):
         await one.restarts.begin(RestartRequest(timeout_s=-1.0))
-
-    async def true() -> bool:
-        return True
-
-    one.engines["d1"].llm = SimpleNamespace(is_sleeping=true)
-    with pytest.raises(MigrationError, match="d1 sleeps or is paused"):
+    one.engines["d1"].is_paused = True
+    with pytest.raises(MigrationError, match="sleep or are paused"):
         await one.restarts.begin(RestartRequest())
     assert {tuple(engine.started) for engine in one.engines.values()} == {("old",)}
 

@@ -405,6 +405,13 @@ async def test_an_instance_is_added_under_load_unless_a_person_has_paused_it(
     await autoscaler.stop()
 
 
+async def test_only_a_person_scales_while_engines_are_paused(served: Served) -> None:
+    served.world.instances[InstanceId("d0")].is_paused = True
+    with pytest.raises(MigrationError, match="sleep or are paused"):
+        served.scaler.begin(InstanceCounts(3), 20.0, "prefill at 99%")
+    assert (await served.scaled(3, None)).state == "done"
+
+
 # ---- what an instance has of its own
 
 

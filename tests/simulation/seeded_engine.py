@@ -400,6 +400,7 @@ class Core:
 
     Attributes:
         front: What its outputs go to; None before that is there.
+        pause: ``new`` while it begins no request, ``all`` while it computes nothing; else empty.
     """
 
     def __init__(
@@ -425,7 +426,8 @@ class Core:
         self._troubles = troubles
         self._inbox: list[compat.EngineCoreRequest | str] = []
         self._running: dict[str, int] = {}
-        self._questions: list[asyncio.Future[None]] = []
+        self.pause = ""
+        self._questions: list[tuple[asyncio.Future[None], str]] = []
         self._calls: list[tuple[str, Sequence[Any], asyncio.Future[Any]]] = []
         self._has_work = asyncio.Event()
         self._step_s = troubles.draws.choice([0.02, 0.05, 0.1])
@@ -437,10 +439,10 @@ class Core:
         self._inbox.append(message)
         self._has_work.set()
 
-    def ask(self) -> asyncio.Future[None]:
-        """A question that it answers between two steps."""
+    def ask(self, mode: str = "") -> asyncio.Future[None]:
+        """A question that it answers between two steps; with ``mode`` it pauses or resumes then."""
         question = asyncio.get_running_loop().create_future()
-        self._questions.append(question)
+        self._questions.append((question, mode))
         self._has_work.set()
         return question
 
@@ -472,7 +474,8 @@ class Core:
             good, left_out = await self._compute(process, scheduled, plan)
             self._connector.step_done(StepResult(plan.step, self._step_s, 0.001 * len(plan.loads)))
             self._put_out([one for one in scheduled if one[0].request_id not in left_out], good)
-            if not self.requests and not self._inbox and not self._calls:
+            stands = not self.requests or self.pause == "all" or (self.pause and not self._running)
+            if stands and not self._inbox and not self._calls and not self._questions:
                 self._has_work.clear()
 
     async def _answer(self, process: Process) -> None:
@@ -505,9 +508,21 @@ class Core:
                 compat._put_back(SimpleNamespace(), request, brought)
             self.requests[request.request_id] = request
         questions, self._questions = self._questions, []
-        for question in questions:
+        for question, mode in questions:
+            self._take_mode(mode)
             if not question.done():
                 question.set_result(None)
+
+    def _take_mode(self, mode: str) -> None:
+        if mode == "abort" and self.front is not None:
+            names = list(self.requests)
+            for name in names:
+                self._forget(name)
+            reason = compat.FinishReason.ABORT
+            ended = [compat.EngineCoreOutput(name, [], finish_reason=reason) for name in names]
+            self.front.put(ended, 0, 0)
+        if mode:
+            self.pause = {"resume": "", "keep": "all"}.get(mode, "new")
 
     def _forget(self, request_id: str) -> None:
         if self.requests.pop(request_id, None) is not None:
@@ -520,9 +535,10 @@ class Core:
 
     def _plan(self) -> tuple[list[tuple[Request, int]], StepPlan]:
         """Requests of the next step with the tokens that each has had, and its copies."""
-        cached = [(self.requests[name], num) for name, num in self._running.items()]
+        running = {} if self.pause == "all" else self._running
+        cached = [(self.requests[name], num) for name, num in running.items()]
         new = []
-        for name, request in self.requests.items():
+        for name, request in ({} if self.pause else self.requests).items():
             if name in self._running or (found := self._connector.match(request, 0)) is None:
                 continue
             if not self._may_begin(request):
@@ -652,7 +668,8 @@ class Front:
         self.core = core
         self.output_processor = OutputProcessor(TOKENIZER, log_stats=True)
         self.engine_core = self
-        self.resources, self.utility_results = SimpleNamespace(engine_dead=False), {}
+        self.resources = SimpleNamespace(engine_dead=False)
+        self.utility_results: dict[int, asyncio.Future[Any]] = {}
         self.log_requests, self.logger_manager = False, None
         cache = SimpleNamespace(num_gpu_blocks=64, block_size=BLOCK)
         self.vllm_config = model_shapes.configured()
@@ -712,14 +729,32 @@ class Front:
             raise compat.EngineDeadError
         return await self.core.call(method, args)
 
-    async def is_paused(self) -> bool:
+    async def _asked(self, mode: str = "") -> None:
         if self.resources.engine_dead:
             raise compat.EngineDeadError
-        await self.core.ask()
-        return False
+        answer = self.core.ask(mode)
+        self.utility_results[id(answer)] = answer
+        try:
+            await answer
+        finally:
+            del self.utility_results[id(answer)]
 
-    async def is_sleeping(self) -> bool:
-        return await self.is_paused()
+    async def is_paused(self) -> bool:
+        await self._asked()
+        return bool(self.core.pause)
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        await self._asked(mode)
+
+    async def resume_generation(self) -> None:
+        await self._asked("resume")
+
+    async def sleep(self, _: int, mode: str) -> None:
+        await self._asked(mode)
+
+    async def wake_up(self, _: object = None) -> bool:
+        await self._asked("resume")
+        return True
 
     def get_num_unfinished_requests(self) -> int:
         return len(self.output_processor.request_states)

@@ -30,19 +30,24 @@ class UnmodelledInstance(Instance):
 
 
 class Factory:
-    """Makes instances; see ``InstanceFactory``."""
+    """Makes instances; see ``InstanceFactory``.
+
+    Attributes:
+        lasting: Calls of all its instances that last.
+    """
 
     def __init__(self, machine: Machine, clock: LoopClock) -> None:
         self._machine = machine
         self._clock = clock
+        self.lasting = LastingCalls()
 
     def check_memory(self, _: int) -> None: ...
 
     def make(self, name: InstanceId, role: Role, settings: EngineSettings) -> Instance:
         series: Any = SimpleNamespace(engine_ended=lambda _: None)
         launcher: Any = self._machine
-        run, lasting = RunDir(Path("/nowhere"), Path("/nowhere")), LastingCalls()
-        made_with = (launcher, series, run, self._clock, lasting)
+        run = RunDir(Path("/nowhere"), Path("/nowhere"))
+        made_with = (launcher, series, run, self._clock, self.lasting)
         return UnmodelledInstance(name, role, settings, *made_with)
 
     def discard(self, _: InstanceId) -> None: ...

@@ -1,9 +1,9 @@
 """A server without processes in virtual time: real cluster and client, all from one seed.
 
 Clients ask, read slowly, hang up or abort; engines die, stall or do not start; an operator drains,
-scales, switches roles and restarts. Layers and heads move away, on and home in mid-stream, and
-their guests die; the store's daemon dies or hangs. Then it is quiet, and everything has to be in
-order.
+scales, switches roles, restarts, and pauses engines or lets them sleep. Layers and heads move away,
+on and home in mid-stream, and their guests die; the store's daemon dies or hangs. Then it is quiet,
+and everything has to be in order.
 """
 
 from __future__ import annotations
@@ -82,6 +82,8 @@ AMPLE_S = 200.0
 """More than a request needs that loses as many instances as it may."""
 GUESTS_FRACTION = 0.25
 """Of seeds: those whose modules move take several times as long."""
+_PAUSED = 2
+"""Of four seeds, the one with pauses."""
 WEIGHTS = ("w0", "w1", "w2")
 _NOWHERE = Path("/nowhere")
 _TIMED = (
@@ -133,6 +135,8 @@ class Server:
         self._make_store(stack)
         self.machine = Machine(self.troubles, self._core, self.draws.choice([0.01, 0.5, 2.0]))
         self.timeout_s = self.draws.choice([8.0, AMPLE_S, AMPLE_S, AMPLE_S])
+        self._pauses = random.Random(f"pauses of {seed}") if seed % 4 == _PAUSED else None
+        self._num_aborting, self._gated_s = 0, 0.0
         self.answers: list[Answer] = []
         self.num_restarts_of_weights = self.num_failed_clients = 0
         self._numbers = itertools.count(1)
@@ -222,7 +226,9 @@ class Server:
         config = _config(model)
         return replace(now, config=config, weights=model, argv=(model,), number=now.number + 1)
 
-    async def _check_engine(self, _: Instance) -> None:
+    async def _check_engine(self, instance: Instance) -> None:
+        llm: Any = instance.llm
+        assert not llm.core.pause, "a paused engine proves nothing"
         await asyncio.sleep(self.troubles.some_s(0.1))
         if self.troubles.happen(0.05):
             raise InstanceDeadError("it computes no numbers")
@@ -234,6 +240,7 @@ class Server:
         made._router, made._cluster = self.router, self.cluster
         made._adapters, made._clock = Adapters(), self.clock
         made._supported_tasks, made._sequences, made._gate = ("generate",), {}, Gate()
+        made._lasting, made._calling = self._factory.lasting, asyncio.Lock()
         made._request_timeout_s = self.timeout_s
         made._lookup_above_tokens = self.draws.choice([0, 6])
         made.requests = RequestLog(self.clock)
@@ -269,6 +276,8 @@ class Server:
         async with asyncio.TaskGroup() as group:
             for _ in range(self.draws.randrange(8, 20)):
                 group.create_task(self._ask_later())
+            if self._pauses is not None:
+                acts.append(self._pause_often(self._pauses, group))
             tasks = [group.create_task(one) for one in acts]
             await asyncio.sleep(TROUBLE_S)
             self.troubles.are_over = True
@@ -382,6 +391,7 @@ class Server:
                 await self.client.abort(request.name)
         await reading
         answer.ended_s = loop.time()
+        answer.is_aborted |= self._num_aborting > 0
         self._check(answer)
         return answer
 
@@ -413,7 +423,8 @@ class Server:
 
     def _check(self, answer: Answer) -> None:
         took_s = answer.ended_s - answer.began_s
-        assert took_s <= self.timeout_s + answer.paused_s + 1.0, f"{answer} has waited too long"
+        most_s = self.timeout_s + answer.paused_s + self._gated_s
+        assert took_s <= most_s + 1.0, f"{answer} has waited too long"
         ends = answer.num_ends + (answer.error is not None) + answer.has_left
         assert ends == 1 or (answer.has_left and ends == 2), f"{answer} has ended {ends} times"
         fitting = [one for one in WEIGHTS if fits(answer, one)]
@@ -516,6 +527,37 @@ class Server:
                 if done is not None:
                     await done
 
+    async def _pause_often(self, draws: random.Random, group: asyncio.TaskGroup) -> None:
+        while True:
+            await asyncio.sleep(draws.uniform(0.1, 4.0))
+            group.create_task(self._pause(draws))
+
+    async def _pause(self, draws: random.Random) -> None:
+        """All engines stop for a while, also those that start meanwhile."""
+        loop, mode = asyncio.get_running_loop(), draws.choice(["abort", "keep", "wait"])
+        began_s = loop.time()
+        with self._aborting(mode == "abort"), contextlib.suppress(ValueError):
+            if draws.random() < 0.7:
+                await self.client.pause_generation(mode=mode, clear_cache=draws.random() < 0.5)
+            else:
+                await self.client.sleep(draws.randrange(2), mode)
+        if mode == "wait":
+            self._gated_s += loop.time() - began_s
+        await asyncio.sleep(draws.uniform(0.0, 3.0))
+        wake = draws.choice([self.client.resume_generation, self.client.wake_up])
+        await wake()
+
+    @contextlib.contextmanager
+    def _aborting(self, are_aborted: bool) -> Iterator[None]:
+        """Requests that are under way during the block may be aborted by an operator."""
+        self._num_aborting += are_aborted
+        try:
+            yield
+        finally:
+            self._num_aborting -= are_aborted
+            for answer in self.answers:
+                answer.is_aborted |= are_aborted and not answer.ended_s
+
     async def _migrate(self) -> None:
         async with asyncio.TaskGroup() as group:
             while True:
@@ -588,10 +630,14 @@ class Server:
             assert one.inflight == Inflight(), f"{one.id} counts {one.inflight}"
             assert not one._legs
             llm: Any = one.llm
+            assert not llm.core.pause, f"{one.id} is paused"
             assert not llm.output_processor.request_states, f"{one.id} has front-end states"
             assert not llm.output_processor.external_req_ids
             assert not llm.core.requests, f"{one.id} computes for nobody"
             self._check_memory(one.id, llm.core.side)
+        weights = {one.weights for one in self.cluster.instances.values()}
+        stays = any("does not go back" in one.reason for one in self.restarts.recent())
+        assert len(weights) == 1 or stays, f"engines have weights {weights}"
         assert not self.router.retry_turns.locked()
         assert not self.client._sequences
         assert not self.client.requests._open

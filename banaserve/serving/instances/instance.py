@@ -14,7 +14,7 @@ import gc
 import logging
 import os
 import signal
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,7 +22,7 @@ import zmq
 import zmq.asyncio
 
 from banaserve.base.clock import Clock
-from banaserve.base.errors import InstanceDeadError
+from banaserve.base.errors import InstanceDeadError, MigrationError
 from banaserve.base.platform import linux, processes
 from banaserve.base.platform.run_dir import RunDir
 from banaserve.base.tasks import end_tasks
@@ -51,6 +51,7 @@ _DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
 _SPEED_SMOOTHING = 0.2
 
 T = TypeVar("T")
+Check = Callable[["Instance"], Awaitable[None]]
 
 
 async def startup_handshake(socket: zmq.asyncio.Socket, addresses: dict[str, str]) -> None:
@@ -142,8 +143,12 @@ class Instance:
 
     # ---- life
 
-    async def start(self, timeout_s: float) -> None:
+    async def start(self, timeout_s: float, check: Check | None = None) -> None:
         """Start the engine core and connect to it.
+
+        Args:
+            check: Function that raises if the engine must not serve, called before the engine is
+                paused as the others are: a paused engine could not prove anything.
 
         Raises:
             InstanceDeadError: The engine core ended, the instance was given up meanwhile, or the
@@ -182,6 +187,8 @@ class Instance:
         self.board.block_tokens = cache.block_size
         await self.take_budget(self.role, self.step_tokens)
         self._taken, self.adapters = {}, set()
+        if check is not None:
+            await self._unless_ended(asyncio.ensure_future(check(self)))
         await self.catch_up(timeout_s)
         self._check_is_wanted()
         self.board.answered(idle=True)
@@ -202,6 +209,13 @@ class Instance:
     def is_behind(self) -> bool:
         """True if the engine has not got the lasting calls in force; see ``catch_up``."""
         return self._taken != self._lasting.calls
+
+    def check_not_paused(self) -> None:
+        """Raise MigrationError if the engines sleep or are paused."""
+        if self._lasting.calls:
+            raise MigrationError(
+                "the engines sleep or are paused: wake them up first (/wake_up, /resume)"
+            )
 
     def _check_is_wanted(self) -> None:
         """Raise InstanceDeadError if the instance was removed or given up while starting."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from banaserve.base.clock import Clock
 from banaserve.base.errors import InstanceDeadError
 from banaserve.base.tasks import end_tasks
 from banaserve.base.types import InstanceId
-from banaserve.serving.instances.instance import Instance, State
+from banaserve.serving.instances.instance import Check, Instance, State
 from banaserve.serving.instances.probe import ClusterTimeouts, LivenessProbe
 from banaserve.serving.launch.engine_settings import EngineSettings
 from banaserve.serving.monitoring import metrics
@@ -30,8 +30,6 @@ _LEAVE_S = 2.0
 A stream leaves with its next token, which a slow client may delay; it need not have left when its
 engine ends.
 """
-
-Check = Callable[[Instance], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +204,7 @@ class Supervisor:
             and (delay_s := restarts.next_delay_s(self._clock.now())) is not None
         ):
             await asyncio.sleep(delay_s)
-            if self._is_removed(instance):
+            if self._is_removed(instance) or instance.id in self._replacements:
                 return False
             metrics.RESTARTS.labels(instance.id).inc()
             try:
@@ -266,8 +264,7 @@ class Supervisor:
 
     async def _start_other(self, instance: Instance, replacement: Replacement) -> bool:
         try:
-            await instance.start(self._timeouts.start_s)
-            await replacement.check(instance)
+            await instance.start(self._timeouts.start_s, replacement.check)
         except Exception as failure:
             if not isinstance(failure, InstanceDeadError):
                 logger.exception("starting instance %s with other settings", instance.id)

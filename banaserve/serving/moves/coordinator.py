@@ -89,6 +89,7 @@ class Coordinator(Operations[Migration]):
             UserError: The request names an unknown instance.
         """
         host_state = self._host_state(ask.source)
+        host_state.instance.check_not_paused()  # asleep, it has no memory to copy from
         if not isinstance(ask, Return):
             self._check_stays(ask.source)
         target = None if isinstance(ask, Return) else self._target(ask.source, ask.target)

@@ -16,11 +16,9 @@ from banaserve.base.clock import Clock
 from banaserve.base.errors import InstanceDeadError, MigrationError, UserError
 from banaserve.base.types import InstanceId
 from banaserve.contracts.restart_api import EngineRestart, RestartRequest, RollingRestart
-from banaserve.engine.compat.engine import EngineDeadError
 from banaserve.serving.instances.cluster import Cluster
 from banaserve.serving.instances.generations import can_leave, restart_order
-from banaserve.serving.instances.instance import Instance, State
-from banaserve.serving.instances.supervisor import Check
+from banaserve.serving.instances.instance import Check, Instance, State
 from banaserve.serving.launch.engine_settings import EngineSettings
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.moves.coordinator import Coordinator
@@ -28,7 +26,6 @@ from banaserve.serving.operation_base import OperationAbortedError, Operations
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.02
-_ASK_S = 30.0
 _ABORT_S = 5.0
 
 Make = Callable[[EngineSettings, str, Sequence[str]], EngineSettings]
@@ -89,12 +86,11 @@ class RollingRestarts(Operations[RollingRestart]):
         async with self._is_beginning:
             if self.is_under_way:
                 raise MigrationError("a rolling restart is under way already: see banaserve status")
-            self._check_not_scaling()
-            await self._check_awake()
+            self._check_free()
             settings = await asyncio.to_thread(
                 self._make, self.settings, ask.model, ask.vllm_options
             )
-            self._check_not_scaling()  # one may have begun meanwhile
+            self._check_free()  # a scaling or a pause may have begun meanwhile
             instances = self._cluster.instances.values()
             restart = RollingRestart(
                 self._new_id(),
@@ -108,29 +104,15 @@ class RollingRestarts(Operations[RollingRestart]):
             self._carry_out(restart, self._replace_all(restart, settings))
         return restart
 
-    def _check_not_scaling(self) -> None:
-        """Raise MigrationError if instances are being added or removed."""
+    def _check_free(self) -> None:
+        """Raise MigrationError if instances are being added or removed, or engines are paused.
+
+        A paused engine ends no request.
+        """
         if self._is_scaling():
             raise MigrationError("a scaling is under way: wait for its end, or abort it")
-
-    async def _check_awake(self) -> None:
-        """Raise MigrationError if an engine sleeps or is paused.
-
-        Such an engine ends no request, and a new one could not prove that it serves.
-        """
-        for instance in self._cluster.serving():
-            if instance.llm is None:
-                continue
-            try:
-                async with asyncio.timeout(_ASK_S):
-                    is_out = await instance.llm.is_sleeping() or await instance.llm.is_paused()
-            except (TimeoutError, EngineDeadError):
-                continue  # the instance is about to be restarted
-            if is_out:
-                raise MigrationError(
-                    f"instance {instance.id} sleeps or is paused: wake it up first (/wake_up, "
-                    "/resume)"
-                )
+        for instance in self._cluster.instances.values():
+            instance.check_not_paused()
 
     async def _replace_all(self, restart: RollingRestart, settings: EngineSettings) -> None:
         before = self.settings
@@ -141,6 +123,7 @@ class RollingRestarts(Operations[RollingRestart]):
                     continue
                 await self._turn(restart, line, settings)
                 done.append(line)
+                self._check_wanted(restart)
             self.settings = settings
         except Exception as failure:
             ending, restart.reason = self._ending_of(restart, failure)
@@ -209,13 +192,19 @@ class RollingRestarts(Operations[RollingRestart]):
         instance: Instance,
         settings: EngineSettings,
     ) -> None:
-        """Return when no request would be lost, or the time for it has passed."""
+        """Return when no request would be lost, or the time for it has passed.
+
+        An abort ends a restart, but not one that goes back: its engines would keep settings of two
+        kinds. It ends the wait instead.
+        """
         for migration in self._coordinator.recent():
             if migration.is_open and migration.host == instance.id:
                 self._coordinator.abort(migration.id)
                 await self._coordinator.wait(migration.id, _ABORT_S)
         until_s = self._clock.now() + self._drain_s
         while True:
+            if restart.state == "going back" and self._is_aborting(restart):
+                return
             self._check_wanted(restart)
             if can_leave(instance, self._cluster.instances.values()):
                 instance.move_streams()

@@ -84,6 +84,8 @@ class Scaler(Operations[Scaling]):
         """
         self._check_free(timeout_s)
         self._check(wanted)
+        for instance in self._cluster.instances.values() if why else ():
+            instance.check_not_paused()  # its load is not that of its requests
 
         def plan() -> ScalePlan:
             return plan_scaling(self._views(), wanted, self._used_ids)

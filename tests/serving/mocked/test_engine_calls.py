@@ -11,11 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
+from banaserve.base.errors import UserError
 from banaserve.base.platform.run_dir import find_admin
+from banaserve.contracts.restart_api import RestartRequest, RollingRestart
 from banaserve.frontdoor.admin_client import AdminClient
 from mock_facts import MockOptions
 from mock_run import MockRun
 from observing import until, writer
+from restart_load import restarted
 from scaling_streams import scaled
 
 pytestmark = pytest.mark.deep
@@ -82,6 +85,23 @@ def test_engines_that_start_while_others_are_paused_are_paused(
     scaled(admin, 1, 2)
     scaled(admin, 1, 1)
     assert not held.done()
+    assert client.call("/resume").json() == {"status": "resumed"}
+    assert finish_reasons(held) == ["length"]
+
+
+def test_a_restart_goes_on_while_engines_are_paused(server: MockRun, client: Client) -> None:
+    """Each new engine has computed a token before it is paused."""
+
+    def pause(_: RollingRestart) -> None:
+        paused = client.call("/pause?mode=keep&clear_cache=false")
+        assert paused.json() == {"status": "paused"}
+
+    ended = restarted(server, RestartRequest(), pause)
+    assert (ended.state, ended.reason) == ("done", "")
+    assert httpx.get(f"{server.url}/is_paused").json() == {"is_paused": True}
+    with pytest.raises(UserError, match="sleep or are paused"):
+        restarted(server, RestartRequest())
+    held = client.begin_request()
     assert client.call("/resume").json() == {"status": "resumed"}
     assert finish_reasons(held) == ["length"]
 
