@@ -27,6 +27,8 @@ from banaserve.base.access.cache_salt import own_prompt, own_salt
 from banaserve.base.access.tenants import tenant_terms
 from banaserve.base.clock import WallClock
 from banaserve.base.types import NO_LIMITS, RequestLimits
+from banaserve.contracts.rpc.engine_api import WorkerApi
+from banaserve.contracts.rpc.typed_rpc import call
 from banaserve.contracts.trace_events import LookedUp, Prepared
 from banaserve.engine.compat import engine as compat
 from banaserve.engine.compat.config import VllmConfig
@@ -437,7 +439,11 @@ class DisaggregatedClient(EngineClient):
         for instance in self._cluster.serving():
             instance.adapters.add(lora_request.lora_int_id)
         added = all(await self.ask("add_lora", lora_request))
-        await self._adapters.loaded(lora_request)
+        digest = await self._adapters.loaded(lora_request)
+        asked = call(WorkerApi.banaserve_describe_adapter, lora_request.lora_path)
+        answers = await self._broadcast("collective_rpc", asked.name, args=asked.args)
+        if any(asked.read(one) != digest for answer in answers for one in answer):
+            raise ValueError(f"{lora_request.lora_path}: copy the same files to all machines")
         return added
 
     async def pause_generation(self, *, mode: Any = "abort", clear_cache: bool = True) -> None:

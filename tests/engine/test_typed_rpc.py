@@ -92,6 +92,7 @@ CALLS: list[tuple[RemoteCall[Any], object]] = [
     (call(CoreApi.banaserve_set_budget, 2048, 16), Budget(2048, 16)),
     (call(CoreApi.banaserve_notes, ["cmpl-1"]), EngineAnswer(7.5, [[NOTES]])),
     (call(WorkerApi.banaserve_fingerprint), FINGERPRINT),
+    (call(WorkerApi.banaserve_describe_adapter, "/adapters/sql"), "0123abcd"),
 ]
 CONTRACTS = (MigrationApi, CoreApi, WorkerApi)
 

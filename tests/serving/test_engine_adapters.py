@@ -16,9 +16,13 @@ from vllm.lora.request import LoRARequest
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
+from banaserve.base.errors import UserError
+from banaserve.contracts.rpc.engine_api import WorkerApi
+from banaserve.contracts.rpc.typed_rpc import implements
 from banaserve.engine.compat import engine as compat
 from banaserve.engine.compat import kv_cache
 from banaserve.engine.compat.requests import GracefulHTTPError
+from banaserve.engine.connector.block_hash import describe_adapter
 from banaserve.serving.client import DisaggregatedClient
 from banaserve.serving.requests.intake import Adapters, load_adapter
 
@@ -105,8 +109,11 @@ async def test_engines_are_told_the_adapter_and_the_user_its_name(folder: Path) 
 
     made: Any = DisaggregatedClient.__new__(DisaggregatedClient)
     made._adapters, made._request_timeout_s = Adapters(), 60.0
+    machine = Machine()
     instance = SimpleNamespace(
-        llm=SimpleNamespace(add_lora=add_lora, encode=encode),
+        llm=SimpleNamespace(
+            add_lora=add_lora, encode=encode, collective_rpc=machine.collective_rpc
+        ),
         adapters=set(),
         inflight_requests=0,
         holding=lambda _: _Nothing(),
@@ -118,12 +125,35 @@ async def test_engines_are_told_the_adapter_and_the_user_its_name(folder: Path) 
     made._cluster = SimpleNamespace(serving=lambda: [instance], taking=taking)
     adapter = LoRARequest("sql", 7, str(folder))
     assert await made.add_lora(adapter)
+    machine.digest = "of other files"
+    with pytest.raises(ValueError, match="copy the same files to all machines"):
+        await made.add_lora(LoRARequest("sql", 8, str(folder)))
     prompt = {"type": "token", "prompt_token_ids": [1, 2]}
     async for _ in made.encode(prompt, PoolingParams(), "r", lora_request=adapter):
         pass
-    assert (adapter.lora_name, added, seen[0].lora_path) == ("sql", [adapter], str(folder))
+    assert (adapter.lora_name, added[0], seen[0].lora_path) == ("sql", adapter, str(folder))
     assert seen[0].lora_name.startswith("sql@1.")
     assert seen[0].lora_int_id == added[0].lora_int_id
+
+
+class Machine:
+    """Machine of an engine, which describes an adapter's files there.
+
+    Attributes:
+        digest: Digest of files that are not those of the server; empty if they are the same.
+    """
+
+    digest = ""
+
+    async def collective_rpc(self, _: str, *, args: tuple[str, ...]) -> list[object]:
+        return [self._describe(*args)]
+
+    @implements(WorkerApi.banaserve_describe_adapter)
+    def _describe(self, path: str) -> str:
+        try:
+            return self.digest or describe_adapter(path)
+        except OSError as error:
+            raise UserError(str(error)) from error
 
 
 class _Nothing:
@@ -144,7 +174,7 @@ def instance(error: Exception | None = None) -> Any:
             raise error
         return True
 
-    llm = SimpleNamespace(add_lora=add_lora)
+    llm = SimpleNamespace(add_lora=add_lora, collective_rpc=Machine().collective_rpc)
     return SimpleNamespace(id="d0", adapters=set(), llm=llm, asked=asked)
 
 

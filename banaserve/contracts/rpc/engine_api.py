@@ -85,3 +85,7 @@ class WorkerApi:
     def banaserve_fingerprint(self) -> Fingerprint | None:
         """Return the fingerprint of the worker's KV blocks; None without a store."""
         raise NotImplementedError
+
+    def banaserve_describe_adapter(self, path: str) -> str:
+        """Return the digest of a LoRA adapter's files on the worker's machine."""
+        raise NotImplementedError

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from banaserve.base.access.tenants import TenantTerms
+from banaserve.contracts.rpc.engine_api import WorkerApi
+from banaserve.contracts.rpc.typed_rpc import call
 from banaserve.engine.compat import engine as compat
 from banaserve.engine.compat.requests import (
     END_TOKENS,
@@ -193,8 +195,11 @@ class Adapters:
         """
         adapter.lora_int_id, adapter.load_inplace = next(self._ids), False
 
-    async def loaded(self, adapter: LoRARequest) -> None:
+    async def loaded(self, adapter: LoRARequest) -> str:
         """Name an adapter by the hash of its files, which identifies them after a restart, too.
+
+        Returns:
+            The hash.
 
         Raises:
             OSError: A file of the adapter cannot be read.
@@ -202,6 +207,7 @@ class Adapters:
         digest = await asyncio.to_thread(describe_adapter, adapter.lora_path)
         name = f"{adapter.lora_name}@{adapter.lora_int_id}.{digest[:_DIGEST_CHARS]}"
         self._names[adapter.lora_int_id] = name
+        return digest
 
     def resolve_lora(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return options of ``generate`` or ``encode`` with the adapter as engines know it."""
@@ -224,9 +230,10 @@ async def load_adapter(instance: Instance, adapter: LoRARequest | None) -> None:
     if adapter is None or instance.llm is None or adapter.lora_int_id in instance.adapters:
         return
     try:
-        digest = await asyncio.to_thread(describe_adapter, adapter.lora_path)
-        if not adapter.lora_name.endswith(f".{digest[:_DIGEST_CHARS]}"):
-            raise ValueError("its files have changed since it was loaded: load it again")
+        asked = call(WorkerApi.banaserve_describe_adapter, adapter.lora_path)
+        for answer in await instance.llm.collective_rpc(asked.name, args=asked.args):
+            if not adapter.lora_name.endswith(f".{asked.read(answer)[:_DIGEST_CHARS]}"):
+                raise ValueError("its files have changed since it was loaded: load it again")
         await instance.llm.add_lora(adapter)
     except compat.EngineDeadError:
         raise
