@@ -42,8 +42,10 @@ from banaserve.engine.compat.front.server import (
 from banaserve.engine.compat.requests import (
     GracefulHTTPError,
     LoRARequest,
+    MaxQueuedTokensError,
     PoolingParams,
     PoolingRequestOutput,
+    QueueOverflowError,
     RequestOutput,
     SamplingParams,
 )
@@ -207,6 +209,7 @@ class DisaggregatedClient(EngineClient):
                 notes.note(LookedUp(cached_tokens, self._clock.now() - began_s))
             uncached_tokens = max(0, num_tokens - cached_tokens)
             await self._gate.passed()
+            self.check_admission(sampling_params.n)
             deadline = asyncio.get_running_loop().time() + self._request_timeout_s
             whole = RequestContext(
                 request,
@@ -354,10 +357,22 @@ class DisaggregatedClient(EngineClient):
         raise _nobody_serves()
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
+        """Refuse a request beyond vLLM's limits, which are of all instances together.
+
+        Raises:
+            GracefulHTTPError: 503: all instances have failed, or too many requests or tokens wait.
+        """
         if self._cluster.has_failed:
             raise GracefulHTTPError(
                 "all instances have failed; see the server's log", HTTPStatus.SERVICE_UNAVAILABLE
             )
+        limits, under_way = self.vllm_config.scheduler_config, [*self._under_way()]
+        most, most_tokens = limits.max_num_queued_reqs, limits.max_num_queued_tokens
+        if most is not None and len(under_way) + n > most:
+            raise QueueOverflowError
+        waiting = (one.num_prompt_tokens for one in under_way if not one.progress)
+        if most_tokens is not None and sum(waiting) >= most_tokens:
+            raise MaxQueuedTokensError
 
     # ---- methods that go to every instance
 

@@ -20,7 +20,7 @@ from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.serve.dev.rpc.api_router import attach_router
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.instrumentator import health
-from vllm.exceptions import GracefulHTTPError
+from vllm.exceptions import GracefulHTTPError, MaxQueuedTokensError, QueueOverflowError
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
@@ -282,6 +282,28 @@ async def test_requests_under_way_do_not_outlast_their_kv() -> None:
         with pytest.raises(ValueError, match="another mode"):
             await call
     assert not made._lasting.calls
+
+
+@pytest.mark.parametrize(
+    ("most_requests", "most_tokens", "n", "error"),
+    [
+        (None, None, 1, None),
+        (3, 10, 1, None),
+        (3, 10, 2, QueueOverflowError),
+        (2, None, 1, QueueOverflowError),
+        (None, 9, 1, MaxQueuedTokensError),
+    ],
+)
+async def test_limits_of_waiting_requests_are_of_all_instances(
+    most_requests: int | None, most_tokens: int | None, n: int, error: type[Exception] | None
+) -> None:
+    made = client()
+    limits = SimpleNamespace(max_num_queued_reqs=most_requests, max_num_queued_tokens=most_tokens)
+    made.vllm_config = SimpleNamespace(scheduler_config=limits)
+    made._cluster.has_failed = False
+    made._sequences = {1: [await prepared(made, 4)], 2: [await prepared(made, 5)]}
+    with nullcontext() if error is None else pytest.raises(error):
+        made.check_admission(n)
 
 
 async def test_a_logits_processor_of_the_users_sees_the_whole_output() -> None:

@@ -102,9 +102,6 @@ class Engine:
         self.move = None if move is None else functools.partial(move, DRAINED)
         return _Flight()
 
-    def check_admission(self, request_id: str) -> None:
-        """It takes all."""
-
     def compute(self, num_tokens: int, num_cached: int = 0) -> None:
         """The next tokens of its last leg, one step each; ``num_cached`` of its prompt it had."""
         leg = self.legs[-1]

@@ -716,9 +716,6 @@ class Front:
         llm: Any = self
         await compat.AsyncLLM.abort(llm, request_id, internal)
 
-    def check_admission(self, request_id: str) -> None:
-        """It takes all."""
-
     async def collective_rpc(
         self, method: str, timeout: float | None = None, args: Sequence[Any] = ()
     ) -> list[Any]:

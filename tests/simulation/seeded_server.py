@@ -236,6 +236,8 @@ class Server:
     def _make_client(self) -> None:
         made: Any = DisaggregatedClient.__new__(DisaggregatedClient)
         made.input_processor = InputProcessor()
+        limits = SimpleNamespace(max_num_queued_reqs=None, max_num_queued_tokens=None)
+        made.vllm_config = SimpleNamespace(scheduler_config=limits)
         made.model_config = SimpleNamespace(max_model_len=MAX_MODEL_LEN, logits_processors=None)
         made._router, made._cluster = self.router, self.cluster
         made._adapters, made._clock = Adapters(), self.clock

@@ -116,7 +116,6 @@ async def submit(
     stats: RequestStateStats,
 ) -> None:
     """Register a prepared request with the front-end state and send it to the engine core."""
-    llm.check_admission(request_id=request.request_id)
     register(llm, request, prompt_text, queue, stats)
     await send(llm, request)
 

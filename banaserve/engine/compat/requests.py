@@ -1,8 +1,8 @@
-"""vLLM's requests and answers: parameters, outputs, adapters and the error class for HTTP."""
+"""vLLM's requests and answers: parameters, outputs, adapters and error classes for HTTP."""
 
 from __future__ import annotations
 
-from vllm.exceptions import GracefulHTTPError
+from vllm.exceptions import GracefulHTTPError, MaxQueuedTokensError, QueueOverflowError
 from vllm.lora.request import LoRARequest
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.pooling_params import PoolingParams
@@ -11,8 +11,10 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams, SamplingType
 __all__ = [
     "GracefulHTTPError",
     "LoRARequest",
+    "MaxQueuedTokensError",
     "PoolingParams",
     "PoolingRequestOutput",
+    "QueueOverflowError",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
