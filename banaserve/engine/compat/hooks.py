@@ -71,7 +71,7 @@ vllm.v1.attention.backends.cpu_attn
 vllm.v1.core.sched.scheduler
     replaced Scheduler.__init__: steps end where states are saved
         (vllm_config, kv_cache_config, ...)
-    replaced Scheduler._handle_invalid_blocks: steps end where states are saved
+    replaced Scheduler._handle_invalid_blocks: requests start over whose KV could not be fetched
         (invalid_block_ids, num_scheduled_tokens)
     replaced Scheduler._mamba_block_aligned_split: steps end where states are saved
         (request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens)
@@ -193,7 +193,9 @@ SET_ATTRIBUTES = {
     "vllm.v1.engine.output_processor.RequestState": (
         "queue remote_prefill_cached_tokens num_cache_creation_tokens stats"
     ),
-    "vllm.v1.request.Request": "prefill_stats num_computed_tokens _block_hasher block_hashes",
+    "vllm.v1.request.Request": (
+        "prefill_stats _block_hasher block_hashes skip_reading_prefix_cache drop_stale_output"
+    ),
     "vllm.v1.structured_output.request.StructuredOutputRequest": "grammar",
     "vllm.v1.metrics.stats.IterationStats": "num_generation_tokens num_preempted_reqs",
     "vllm.v1.metrics.stats.PromptTokenStats": "computed",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
@@ -13,7 +14,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import RequestQueue, SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from banaserve.base.errors import UserError
 
@@ -41,17 +42,11 @@ def check_first_come(vllm_config: Any) -> None:
 
 
 def install_states() -> None:
-    """Make schedulers of this process serve models that keep states, with the store's connector.
+    """Make steps of this process's schedulers end where the store's connector says.
 
-    Steps end where the connector says, so that states can be saved there. A request of which a
-    block could not be fetched is computed again from its first token: vLLM would end the engine,
-    since it does not distinguish the blocks of several groups. All groups share one pool, so block
-    ids are unique.
-
-    With vLLM's second model runner such a request of any model is preempted: that runner goes on at
-    its own position on the GPU, whatever number of computed tokens the scheduler goes back to.
+    Models that keep states have their states saved there.
     """
-    begin, lose = Scheduler.__init__, Scheduler._handle_invalid_blocks
+    begin = Scheduler.__init__
 
     @functools.wraps(begin)
     def begin_with_states(scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
@@ -62,19 +57,17 @@ def install_states() -> None:
                 _chunk, scheduler
             )
 
-    @functools.wraps(lose)
-    def start_over(scheduler: Scheduler, invalid: set[int], scheduled: dict[str, int]) -> set[str]:
-        lost: set[str] = (
-            _start_over(scheduler, invalid)
-            if _keeps_states(scheduler)
-            else lose(scheduler, invalid, scheduled)
-        )
-        if scheduler.use_v2_model_runner and scheduler.recompute_kv_load_failures:
-            _preempt(scheduler, lost)
-        return lost
-
     Scheduler.__init__ = begin_with_states  # type: ignore[method-assign, assignment]
-    Scheduler._handle_invalid_blocks = start_over  # type: ignore[method-assign, assignment]
+
+
+def install_losses() -> None:
+    """Make schedulers of this process compute requests again of which a block was not fetched.
+
+    vLLM 0.32 lets tokens count that a later step, already under way, computes from such blocks; it
+    leaves the blocks of requests that end meanwhile in its prefix cache; and it ends an engine with
+    several groups of blocks, whose ids it takes to be unique only within a group.
+    """
+    Scheduler._handle_invalid_blocks = _start_over  # type: ignore[method-assign, assignment]
 
 
 def _keeps_states(scheduler: Scheduler) -> bool:
@@ -95,24 +88,42 @@ def _chunk(
     return num
 
 
-def _start_over(scheduler: Scheduler, invalid: set[int]) -> set[str]:
+def _start_over(scheduler: Scheduler, invalid: set[int], scheduled: dict[str, int]) -> set[str]:
+    """Preempt requests that hold an invalid block, and drop their output in flight.
+
+    Args:
+        scheduled: Number of tokens of each request in the step that lost the blocks.
+
+    Returns:
+        Ids of the requests whose output of that step does not count.
+    """
     manager = scheduler.kv_cache_manager
-    lost = set()
-    for request in scheduler.running:
-        blocks = chain.from_iterable(manager.get_block_ids(request.request_id))
-        if not invalid.isdisjoint(blocks):
-            request.num_computed_tokens = 0
-            lost.add(request.request_id)
-    return lost
+    lost = [
+        request
+        for request in scheduler.running
+        if not invalid.isdisjoint(chain.from_iterable(manager.get_block_ids(request.request_id)))
+    ]
+    for request in lost:
+        request.skip_reading_prefix_cache = True  # a second fetch could fail as the first one did
+    _restart(scheduler, lost)
+    # Which blocks requests had that were preempted after the step was planned is not known.
+    known = filter(None, map(scheduler.requests.get, scheduled))
+    names = {one.request_id for one in known if one.status is RequestStatus.PREEMPTED}
+    for name in names:
+        scheduler.requests[name].drop_stale_output = True
+    return names
 
 
-def _preempt(scheduler: Scheduler, request_ids: set[str]) -> None:
-    """Preempt running requests; forget their blocks, some of which hold garbage."""
-    manager, now_s = scheduler.kv_cache_manager, time.monotonic()
-    for request in [one for one in scheduler.running[::-1] if one.request_id in request_ids]:
-        manager.evict_blocks({*chain.from_iterable(manager.get_block_ids(request.request_id))})
+def _restart(scheduler: Scheduler, running: Iterable[Request]) -> None:
+    """Preempt requests, drop their output in flight, and forget all prefixes in the cache."""
+    now_s = time.monotonic()
+    for request in reversed(list(running)):
         scheduler.running.remove(request)
         scheduler._preempt_request(request, now_s, drop_stale_output=True)
+        # It may run again in the next step, in which it is to count as new.
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+    pool = scheduler.kv_cache_manager.block_pool
+    pool.evict_blocks({block.block_id for block in pool.blocks})
 
 
 def use_waiting_queue(scheduler: Scheduler, queue: RequestQueue) -> None:
@@ -213,13 +224,8 @@ def restart_requests(scheduler: Scheduler) -> int:
         Number of requests that were running.
     """
     num_running = len(scheduler.running)
-    now_s = time.monotonic()
-    while scheduler.running:
-        scheduler._preempt_request(scheduler.running.pop(), now_s, drop_stale_output=True)
-    scheduler.prev_step_scheduled_req_ids.clear()
-    pool = scheduler.kv_cache_manager.block_pool
+    _restart(scheduler, scheduler.running)
     while scheduler.deferred_frees:
         _, blocks = scheduler.deferred_frees.popleft()
-        pool.free_blocks(blocks)
-    pool.evict_blocks({block.block_id for block in pool.blocks})
+        scheduler.kv_cache_manager.block_pool.free_blocks(blocks)
     return num_running

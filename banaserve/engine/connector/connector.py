@@ -21,6 +21,7 @@ from banaserve.engine.compat.kv_connector import (
     SupportsHMA,
     get_tensor_model_parallel_rank,
 )
+from banaserve.engine.compat.scheduler import install_losses
 from banaserve.engine.connector.block_hash import (
     TailHasher,
     check_model,
@@ -85,6 +86,8 @@ class StoreConnector(ConnectorBase):
         self._client = client
         block_size = self.fingerprint.block_size_tokens
         self.gate = CostGate(num_layers=self.fingerprint.num_layers, enabled=options.cost_gate)
+        if role is KVConnectorRole.SCHEDULER:
+            install_losses()
         self._scheduler = (
             StoreConnectorScheduler(
                 client,
