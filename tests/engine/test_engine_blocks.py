@@ -14,6 +14,9 @@ pytest.importorskip("vllm")
 
 import torch
 from vllm.config import ParallelConfig
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -22,8 +25,11 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from banaserve.base.access.cache_salt import TenantSalt
 from banaserve.base.errors import FingerprintError, MigrationError, UserError
+from banaserve.engine.compat import kv_cache as compat
 from banaserve.engine.connector.block_hash import (
+    TailHasher,
     check_degrees,
     check_model,
     check_parallel,
@@ -239,6 +245,38 @@ def test_latents_that_lie_in_another_way_are_refused(write: Callable[..., None])
     cache = torch.zeros(7, 1, BLOCK_TOKENS, LATENT)
     with pytest.raises(UserError, match="--colocated N --no-kv-store"):
         check_latents(attention_that(write), cache, torch.float32)
+
+
+def image(name: str, offset: int = 1) -> list[MultiModalFeatureSpec]:
+    return [MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset, 4))]
+
+
+@pytest.mark.parametrize("length", [7, 2 * BLOCK_TOKENS + 7])
+def test_of_equal_tokens_no_block_is_shared_where_anything_else_differs(length: int) -> None:
+    adapters = [LoRARequest(f"a@{i}.{digest}", i, "path") for i, digest in ((1, "aa"), (2, "bb"))]
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"cache_salt": "salt"},
+        {"cache_salt": str(TenantSalt("0" * 16, "salt"))},
+        {"cache_salt": str(TenantSalt("1" * 16, "salt"))},
+        *({"lora_request": adapter} for adapter in adapters),
+        {"lora_request": adapters[0], "cache_salt": "salt"},
+        *({"mm_features": image(name)} for name in ("one", "other")),
+        {"mm_features": image("one", offset=2)},
+        *({"prompt_embeds": torch.full((length, 4), value)} for value in (0.0, 1.0)),
+    ]
+    hasher, tails = compat.block_hasher(config(), BLOCK_TOKENS), TailHasher(config(), BLOCK_TOKENS)
+    found: set[bytes] = set()
+    for number, kind in enumerate(kinds):
+        params = SamplingParams(max_tokens=1)
+        tokens = None if "prompt_embeds" in kind else [0] * length
+        request = compat.Request("r", tokens, params, None, block_hasher=hasher, **kind)
+        tail = tails.key(request, length)
+        assert (tail is None) == ("prompt_embeds" in kind)
+        keys = {*request.block_hashes, *([tail] if tail else ())}
+        assert len(keys) == length // BLOCK_TOKENS + (tail is not None), number
+        assert not keys & found, number
+        found |= keys
 
 
 @pytest.mark.parametrize("specs", [(), (FULL, MLA), (FULL, FULL)])
