@@ -17,6 +17,7 @@ class ClientRequest:
     Attributes:
         pause_s: Longest wait between two outputs that it reads.
         leaves_after: It hangs up after so many outputs; None reads to the end.
+        leaves_after_s: It hangs up then, whatever has come.
         aborts_after_s: It asks for the end by the request's id.
     """
 
@@ -25,6 +26,7 @@ class ClientRequest:
     params: SamplingParams
     pause_s: float = 0.0
     leaves_after: int | None = None
+    leaves_after_s: float | None = None
     aborts_after_s: float | None = None
 
 

@@ -312,7 +312,7 @@ class Server:
     async def _answers_again(self) -> None:
         asked = [self._request() for _ in range(4)]
         for one in asked:
-            one.leaves_after = one.aborts_after_s = None
+            one.leaves_after = one.leaves_after_s = one.aborts_after_s = None
             one.pause_s, one.params.max_tokens = 0.0, 8
         answers = await asyncio.gather(*(self._ask(one) for one in asked))
         for answer in answers:
@@ -374,6 +374,8 @@ class Server:
             request.leaves_after = draws.randrange(4)
         elif behaviour < 0.2:
             request.aborts_after_s = draws.uniform(0.0, 2.0)
+        elif behaviour < 0.3:
+            request.leaves_after_s = draws.uniform(0.0, 2.0)
         return request
 
     async def _ask_later(self) -> None:
@@ -385,13 +387,17 @@ class Server:
         answer = Answer(request, loop.time(), self.num_losses)
         self.answers.append(answer)
         reading = asyncio.create_task(self._read(answer))
-        waits = [one for one in (request.aborts_after_s,) if one is not None]
-        if waits:
-            await asyncio.wait({reading}, timeout=waits[0])
+        if request.aborts_after_s is not None:
+            await asyncio.wait({reading}, timeout=request.aborts_after_s)
             if not reading.done():
                 answer.is_aborted = True
                 await self.client.abort(request.name)
-        await reading
+        if request.leaves_after_s is not None:
+            await asyncio.wait({reading}, timeout=request.leaves_after_s)
+            answer.has_left |= reading.cancel()
+        await asyncio.wait({reading})
+        if not reading.cancelled():
+            reading.result()
         answer.ended_s = loop.time()
         answer.is_aborted |= self._num_aborting > 0
         self._check(answer)
@@ -645,7 +651,8 @@ class Server:
         assert not self.client.requests._open
         stats = self.store.service.stats()
         held = (stats.num_leases, stats.leased_slots, stats.writing_slots, stats.promoting_slots)
-        assert held == (0, 0, 0, 0), f"the store has leases or slots that nobody uses: {held}"
+        held += (stats.num_holds,)
+        assert held == (0,) * 5, f"the store has leases, slots or holds that nobody uses: {held}"
         assert stats.quarantined_slots == 0
 
     def _check_guests(self) -> None:
