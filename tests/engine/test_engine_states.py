@@ -24,7 +24,6 @@ from vllm.v1.kv_cache_interface import (
 
 from banaserve.base.errors import UserError
 from banaserve.engine.compat import kv_cache as compat
-from banaserve.engine.compat.scheduler import Scheduler, install_states
 from banaserve.engine.connector.cache_groups import (
     CacheGroups,
     block_ends,
@@ -362,35 +361,3 @@ def test_what_goes_to_another_machine_goes_with_its_states(states: States) -> No
     assert address == to
     assert keys == [*request.block_hashes, tail, *state_keys(tail, 2)]
     assert set(state_keys(tail, 2)) <= reserved
-
-
-# ---- blocks that could not be fetched
-
-
-@pytest.mark.parametrize(
-    ("is_second", "recomputes", "preempted"),
-    [(True, True, ["c", "a"]), (False, True, []), (True, False, [])],
-)
-def test_the_second_model_runner_gets_a_request_that_goes_back_anew(
-    monkeypatch: pytest.MonkeyPatch, is_second: bool, recomputes: bool, preempted: list[str]
-) -> None:
-    monkeypatch.setattr(Scheduler, "__init__", Scheduler.__init__)
-    monkeypatch.setattr(Scheduler, "_handle_invalid_blocks", lambda *_: {"a", "c", "waits"})
-    install_states()
-    blocks = {"a": [1, 2], "b": [1, 3], "c": [4]}
-    evicted: set[int] = set()
-    began: list[str] = []
-    scheduler: Any = SimpleNamespace(
-        connector=None,
-        use_v2_model_runner=is_second,
-        recompute_kv_load_failures=recomputes,
-        running=[SimpleNamespace(request_id=name) for name in blocks],
-        kv_cache_manager=SimpleNamespace(
-            get_block_ids=lambda name: (blocks[name],), evict_blocks=evicted.update
-        ),
-        _preempt_request=lambda one, now_s, drop_stale_output: began.append(one.request_id),
-    )
-    assert Scheduler._handle_invalid_blocks(scheduler, {2}, {}) == {"a", "c", "waits"}
-    assert began == preempted
-    assert [one.request_id for one in scheduler.running] == [n for n in blocks if n not in began]
-    assert evicted == {one for name in began for one in blocks[name]}
