@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 from io import BytesIO
 from itertools import accumulate
-from math import exp, log
+from math import exp, inf, log
 
 import msgspec
 import pytest
@@ -94,6 +94,23 @@ def test_every_arrangement_has_something_to_do_for_everybody():
     ]
 
 
+def test_many_instances_have_about_as_many_arrangements_as_eight():
+    """A forecast takes longer the more instances there are, and a decision two minutes at most."""
+    few = {one[:3] for one in arrangements(8, (2048,))}
+    many = {one[:3] for one in arrangements(64, (2048,))}
+    assert many == {tuple(8 * number for number in one) for one in few}
+    for size in range(16, 130):
+        found = list(arrangements(size, (2048,)))
+        assert len(found) == len(set(found)) <= 80
+        assert {one.size for one in found} == {size}
+        assert any(one.num_both == size for one in found)
+        assert any(not one.num_both for one in found)
+    # Step sizes can change without roles.
+    present = Arrangement(21, 30, 13, 512)
+    own = [one for one in arrangements(64, (512, 2048), present) if one[:3] == present[:3]]
+    assert [one.step_tokens for one in own] == [512, 2048]
+
+
 @pytest.mark.parametrize("seed", seeds(20, 20))
 def test_roles_are_assigned_with_as_few_changes_as_can_be(seed):
     draws = random.Random(seed)
@@ -148,6 +165,8 @@ def test_unfinished_requests_get_lengths_of_those_that_went_on():
     assert len(twice) == len(under_way) + 2 * len(requests)
     assert [one.at_s for one in twice] == sorted(one.at_s for one in twice)
     assert len(future_of(requests, 0.0, 13.0, 26.0, 20)) == len(under_way) + 20
+    # A load that has lasted for no time to speak of would repeat without end.
+    assert len(future_of(requests, 0.0, 13.0, inf, 20)) == len(under_way) + 20
 
 
 def test_a_forecast_sees_what_a_run_of_the_same_requests_gives():

@@ -251,7 +251,7 @@ class Search:
         """
         options, views = self._options, self._views
         found: list[Wanted] = []
-        for one in arrangements(len(views), options.step_sizes):
+        for one in arrangements(len(views), options.step_sizes, self._present):
             if one.num_prefill > self._most_prefill:
                 continue
             if one == self._present:

@@ -11,6 +11,10 @@ from banaserve.base.types import InstanceId, InstanceView, Role
 PREFILL_STEP_TOKENS = 2048
 """Least step size, in tokens, of an instance that only prefills: small chunks would only cost."""
 
+_PARTS = 8
+"""Number of equal parts of many instances that get their roles together: each arrangement of 64
+takes a second to forecast, and one by one they have 2,080 splits into roles."""
+
 
 class Arrangement(NamedTuple):
     """Number of instances of each role; with unlike devices, an ``Order`` assigns the roles.
@@ -41,16 +45,25 @@ class Arrangement(NamedTuple):
         )
 
 
-def arrangements(size: int, chunks: Sequence[int]) -> Iterator[Arrangement]:
+def arrangements(
+    size: int, chunks: Sequence[int], present: Sequence[int] = ()
+) -> Iterator[Arrangement]:
     """Yield every arrangement of ``size`` instances in which each instance has work.
 
     Instances that only decode get their requests from those that only prefill; an instance that
-    does both keeps its own.
+    does both keeps its own. Of 16 instances or more, roles differ by several instances.
+
+    Args:
+        present: Arrangement whose roles are among them in any case; empty for none.
     """
+    step = max(1, size // _PARTS)
     for num_prefill in range(size):
         for num_decode in range(size - num_prefill + 1):
             num_both = size - num_prefill - num_decode
             if (num_decode and not num_prefill) or not num_decode + num_both:
+                continue
+            is_between = num_prefill % step or (num_both and num_decode % step)
+            if is_between and (num_prefill, num_decode) != present[:2]:
                 continue
             # Without an instance that does both, smaller chunks change nothing.
             sizes = chunks if num_both else [n for n in chunks if n >= PREFILL_STEP_TOKENS]

@@ -169,7 +169,7 @@ def future_of(
         if since_s <= request.arrival_s < now_s
     ]
     lasts_s = (now_s - since_s) / dilation
-    num_times = ceil(horizon_s / lasts_s) if once else 0
+    num_times = ceil(min(horizon_s / lasts_s, max_requests / len(once))) if once else 0
     arriving = [
         one._replace(at_s=one.at_s + turn * lasts_s) for turn in range(num_times) for one in once
     ]
