@@ -389,13 +389,34 @@ def test_no_step_is_larger_or_smaller_than_engines_can(limits, sizes, of_prefill
 
 @pytest.mark.parametrize(("num_instances", "plans"), [(2, False), (3, True), (1, True)])
 def test_it_plans_anew_where_instances_come_and_go(num_instances, plans):
-    views = [view(f"c{n}", Role.COLOCATED) for n in range(2)]
+    views = [view(f"c{n}", Role.COLOCATED) for n in range(num_instances)]
     requests = [seen(n, 20) for n in range(100)]
     memory = LoadMemory(0.0, float("inf"), True, num_instances=2)
     situation = Situation(100.0, views, requests, memory, num_instances=num_instances)
     decision = decide(situation, ElasticOptions(profile=H100, ttft_s=1.0, tpot_s=0.05))
     assert bool(decision.candidates) == plans
-    assert decision.memory.num_instances == (num_instances if plans else 2)
+    assert decision.memory.num_instances == num_instances
+
+
+def test_a_plan_without_an_instance_that_had_died_ends_when_it_is_back():
+    options = ElasticOptions(profile=H100, ttft_s=1.0, tpot_s=0.05)
+    views = [view(f"c{n}", Role.COLOCATED) for n in range(3)]
+    requests = [seen(n, 20) for n in range(120)]
+    memory = LoadMemory(0.0, 120.0, num_instances=3)
+
+    def decided(now_s: float, num_ready: int, before: LoadMemory) -> Decision:
+        situation = Situation(now_s, views[:num_ready], requests, before, num_instances=3)
+        return decide(situation, options)
+
+    without = decided(120.0, 2, memory)
+    assert without.candidates
+    assert without.memory.is_settled
+    assert not decided(121.0, 2, without.memory).candidates
+    again = decided(121.0, 3, without.memory)
+    assert again.candidates
+    assert not decided(122.0, 3, again.memory).candidates
+    # One that dies is waited for, since it may be back before a plan is carried out.
+    assert not decided(122.0, 2, again.memory).candidates
 
 
 def pressed(view: InstanceView, longest_s: float) -> InstanceView:

@@ -41,7 +41,8 @@ class LoadMemory(NamedTuple):
         is_settled: True if the load is known.
         wanted: Roles and step sizes of the instances by the last plan.
         num_for_home: Number of consecutive checks by which modules away should come home.
-        num_instances: Number of instances at the last plan; 0 before it.
+        num_instances: Number of ready instances at the last plan; 0 before it. One that has died
+            is waited for; one that comes back after a plan without it needs another plan.
         is_pressed: True once there was a plan because prefill waited for room in the store.
     """
 

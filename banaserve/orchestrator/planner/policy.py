@@ -98,7 +98,10 @@ def decide(situation: Situation, options: ElasticOptions) -> Decision:
     elif _is_new(requests, memory, now_s, options):
         since_s = now_s - options.recent_s / 2
         memory = LoadMemory(since_s, min(now_s, since_s + options.first_plan_s))
-    elif memory.num_instances not in (0, situation.num_instances):
+    elif (
+        len(situation.instances) > memory.num_instances > 0
+        or 0 < situation.num_instances < memory.num_instances
+    ):
         memory = memory._replace(next_s=now_s, is_settled=False)  # another arrangement may be best
     if not memory.is_pressed and _is_pressed(situation, options):
         memory = memory._replace(next_s=now_s, is_settled=False, is_pressed=True)
@@ -111,7 +114,7 @@ def decide(situation: Situation, options: ElasticOptions) -> Decision:
     search = Search(situation, memory.since_s, options)
     decision = search.homeward(memory.num_for_home) if is_known else search.best()
     after = _after(decision, memory, situation, options)
-    return decision._replace(memory=after._replace(num_instances=situation.num_instances))
+    return decision._replace(memory=after._replace(num_instances=len(situation.instances)))
 
 
 def _after(
