@@ -192,6 +192,26 @@ def test_a_trace_is_cut_into_parts_and_a_distribution_is_drawn_anew(tmp_path: Pa
     assert len({rows[0].at_s for rows in (drawn.first, *drawn.others)}) == 4
 
 
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        # A part that does not choose candidates judges them all the same.
+        ('{{"t": {n}, "input_length": 9000, "output_length": 2}}', "longer than the context"),
+        ('{{"t": 60, "input_length": 9, "output_length": 2}}', "arrive at once"),
+    ],
+    ids=["too long", "at once"],
+)
+def test_no_part_of_a_trace_may_be_too_long_or_take_no_time(
+    second: str, words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    first = '{{"t": {n}, "input_length": 9, "output_length": 2}}'
+    lines = [(first if n < 60 else second).format(n=n) for n in range(120)]
+    path.write_text("\n".join(lines))
+    with pytest.raises(UserError, match=words):
+        read_loads(job(AskedSystem(target=str(path), profile="opt-13b-a100")), range(3))
+
+
 def test_prompts_are_longer_within_the_context() -> None:
     rows = [Arrival(1.0, 100, 10, (1, 2)), Arrival(2.0, 900, 200)]
     assert longer(rows, 2.0, 1000) == [Arrival(1.0, 200, 10), Arrival(2.0, 800, 200)]

@@ -36,7 +36,8 @@ def read_loads(planned: SimulationJob, seeds: range) -> PlanLoads:
     """Return a load for each of ``seeds`` and one more before them; of a trace, its parts.
 
     Raises:
-        UserError: A load has too few requests, or more than a few are longer than the context.
+        UserError: A load has too few requests or lasts no time, or more than a few requests are
+            longer than the context.
     """
     drawn = [_rows(planned, seed) for seed in (seeds.start, seeds.start + 1)]
     are_windows = drawn[0] == drawn[1]
@@ -50,8 +51,13 @@ def read_loads(planned: SimulationJob, seeds: range) -> PlanLoads:
             f"{planned.name} gives {min(map(len, loads))} requests for one of {len(loads)} loads: "
             f"{LEAST_REQUESTS} are needed: give fewer seeds or more requests"
         )
+    if not all(rows[-1].at_s for rows in loads):
+        raise UserError(
+            f"all requests of one of {len(loads)} loads of {planned.name} arrive at once: give "
+            "fewer seeds, or times of more digits"
+        )
     most = planned.profile.model.max_context_tokens
-    if (share := cut_share(loads[0], most)) > _MOST_CUT:
+    if (share := cut_share([row for rows in loads for row in rows], most)) > _MOST_CUT:
         raise UserError(
             f"{share:.0%} of the requests are longer than the context of {planned.profile.name}, "
             f"{most} tokens: give another --profile"
