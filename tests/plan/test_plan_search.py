@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
 
@@ -69,6 +70,16 @@ def test_a_candidate_of_several_gpus_is_started_with_them() -> None:
         assert one.system.store_tokens == gib * 2**30 // 131_072
         assert "of 4 GPUs" in one.name
     assert "of 256 GiB" in split(1, 1, 2048, shape, 256).name
+
+
+@pytest.mark.parametrize(("kv_tokens", "is_cut"), [(200_000, False), (20_000, True)])
+def test_an_engine_without_room_for_the_whole_context_starts_with_a_shorter_one(
+    kv_tokens: int, is_cut: bool
+) -> None:
+    memory = replace(PROFILE.memory, kv_tokens=kv_tokens)
+    asked = _question(2, device=Device(replace(PROFILE, memory=memory)))
+    words = {parse_serve_argv(["M", *one.words]).vllm_argv for one in asked.fixed_candidates()}
+    assert {"--max-model-len" in one for one in words} == {is_cut}
 
 
 def test_stores_of_other_sizes_are_tried_only_where_prefixes_are_known() -> None:

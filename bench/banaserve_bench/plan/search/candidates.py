@@ -69,11 +69,14 @@ class InstanceShape:
     Attributes:
         token_bytes: Size of the KV of a token, of the whole instance.
         is_one_of_several: True if instances of other numbers of GPUs are candidates, too.
+        has_whole_context: True if an instance has room for a request of the model's whole context:
+            else vLLM refuses to start unless it may choose a shorter one.
     """
 
     gpus: int = 1
     token_bytes: int = 131_072
     is_one_of_several: bool = False
+    has_whole_context: bool = True
 
     @property
     def suffix(self) -> str:
@@ -82,7 +85,9 @@ class InstanceShape:
 
     @property
     def engine_words(self) -> tuple[str, ...]:
-        return ("--tensor-parallel-size", str(self.gpus)) if self.gpus > 1 else ()
+        of_context = () if self.has_whole_context else ("--max-model-len", "auto")
+        of_gpus = ("--tensor-parallel-size", str(self.gpus)) if self.gpus > 1 else ()
+        return (*of_context, *of_gpus)
 
     def store_tokens(self, gib: int) -> int:
         """Return the capacity of a store, in tokens."""

@@ -75,8 +75,13 @@ class PlanQuestion:
 
     def shape(self, device: Device) -> InstanceShape:
         """Return what candidates of these instances have in common."""
-        token_bytes = device.profile.model.token_bytes * device.gpus
-        return InstanceShape(device.gpus, token_bytes, bool(self.more_devices))
+        model, kv_tokens = device.profile.model, device.profile.memory.kv_tokens
+        return InstanceShape(
+            device.gpus,
+            model.token_bytes * device.gpus,
+            bool(self.more_devices),
+            kv_tokens >= model.max_context_tokens,
+        )
 
     def device_of(self, candidate: Candidate) -> Device:
         return next(one for one in self.devices if one.gpus == candidate.gpus)
