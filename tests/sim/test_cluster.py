@@ -376,6 +376,14 @@ def test_a_cluster_that_comes_back_serves_what_waited() -> None:
             {"kind": "static", "prefill": 1, "decode": 1, "limits": {"step_token": 1}},
             "did you mean step_tokens",
         ),
+        (
+            {"kind": "static", "prefill": 1, "decode": 1, "limits": {"step_tokens": 0}},
+            "step_tokens is 0: give a whole number above 0",
+        ),
+        (
+            {"kind": "static", "prefill": 1, "decode": 1, "limits": {"max_requests": "many"}},
+            "max_requests is 'many'",
+        ),
     ],
 )
 def test_wrong_systems_are_refused(settings: dict[str, Any], words: str) -> None:

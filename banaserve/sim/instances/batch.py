@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.model.learnt_time import StepWork
 from banaserve.orchestrator.control.rebalancing import Stream
 from banaserve.sim.request import SimRequest
@@ -32,6 +33,11 @@ class EngineLimits:
     max_requests: int = 256
     watermark_fraction: float = 0.01
     plans_ahead: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("step_tokens", "max_requests"):
+            if not isinstance(value := getattr(self, name), int) or value < 1:
+                raise UserError(f"{name} is {value!r}: give a whole number above 0")
 
 
 class SimBatch:
