@@ -452,8 +452,21 @@ def test_moves_that_are_not_weighed_would_not_have_been_taken(
     views = [instance(f"{'pd'[n % 2]}{n}", draws.random(), draws.random()) for n in range(size)]
     view = cluster(*views)
     bounded = make("repaired").plan(view)
-    monkeypatch.setattr(scoring, "most_net_s", lambda host, options: float("inf"))
+    monkeypatch.setattr(scoring, "most_net_s", lambda host, guest, options: float("inf"))
     whole = make("repaired").plan(view)
     assert (bounded.steps, bounded.gap, bounded.reason) == (whole.steps, whole.gap, whole.reason)
     assert whole.steps
     assert len(bounded.rejected) <= len(whole.rejected)
+
+
+def test_a_faster_guest_relieves_compute_of_a_host_with_little_in_memory() -> None:
+    """No bound by its memory may leave the move out, though a role switch brings something, too."""
+    loads = {"p0": (0.17, 0.09, 4.0), "d1": (0.98, 0.46, 0.5), "d2": (0.6, 0.0, 4.0)}
+    loads["p3"] = (0.48, 0.6, 1.0)
+    views = [
+        instance(name, compute, memory, facts=replace(OPT_13B, speed=speed))
+        for name, (compute, memory, speed) in loads.items()
+    ]
+    [first, *_] = make("repaired", link_bytes_per_s=50e9).plan(cluster(*views)).steps
+    assert isinstance(first.action, MoveModule)
+    assert (first.action.host, first.action.guest) == ("d1", "p0")

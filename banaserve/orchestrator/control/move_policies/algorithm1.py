@@ -344,7 +344,7 @@ class _RepairedSearch(_Search):
             for pair in seek(self.projection, self.cluster.now_s, self.options, self.rejected):
                 if helped not in (None, pair.host.id):
                     break
-                if scoring.most_net_s(pair.host, self.options) < self.leading_s:
+                if scoring.most_net_s(pair.host, pair.guest, self.options) < self.leading_s:
                     words = f"move modules from {pair.host.id} to {pair.guest.id}"
                     yield Rejected(words, RejectReason.WORSE)
                     continue

@@ -110,14 +110,14 @@ def weigh_move(
     return weighed
 
 
-def most_net_s(host: Projected, options: RepairedOptions) -> float:
-    """Return an upper bound of the net benefit of moving any module of ``host``.
+def most_net_s(host: Projected, guest: Projected, options: RepairedOptions) -> float:
+    """Return an upper bound of the net benefit of moving any module of ``host`` to ``guest``.
 
     A move relieves only its host. If host and guest take turns, it relieves at most all of the
-    host's memory pressure. If they overlap, the bound is infinite, since the host with the fullest
-    memory need not be the one with the greatest relief.
+    host's memory pressure. If they overlap, or the guest is faster, the bound is infinite, since
+    the host with the fullest memory need not be the one with the greatest relief.
     """
-    if effects.overlap_of(host, options) > 0:
+    if effects.overlap_of(host, options) > 0 or guest.facts.speed > host.facts.speed:
         return inf
     return pressure(host.memory_load) * options.horizon_s - options.rho * options.link_sync_s
 
