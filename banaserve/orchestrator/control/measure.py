@@ -102,29 +102,18 @@ def judge(cluster: ClusterView, stale_after_s: float = STALE_AFTER_S) -> Judged:
     left_out = {}
     now_s = cluster.now_s
     for _, view in sorted(cluster.instances.items()):
-        report = view.report
-        # Most instances are usable: test this without a call for each of thousands.
-        is_usable = view.ready and view.facts is not None and report is not None
-        if is_usable and report is not None and now_s - report.at_s <= stale_after_s:
-            usable.append(view)
-            continue
-        reason = _reason(view, now_s, stale_after_s)
-        if reason is None:
-            usable.append(view)
+        # No call for each of thousands of instances.
+        if not view.ready:
+            left_out[view.id] = LeftOut.NOT_READY
+        elif view.facts is None:
+            left_out[view.id] = LeftOut.NO_FACTS
+        elif view.report is None:
+            left_out[view.id] = LeftOut.NO_REPORT
+        elif now_s - view.report.at_s > stale_after_s:
+            left_out[view.id] = LeftOut.STALE
         else:
-            left_out[view.id] = reason
+            usable.append(view)
     return Judged(tuple(usable), left_out)
-
-
-def _reason(view: InstanceView, now_s: float, stale_after_s: float) -> LeftOut | None:
-    if not view.ready:
-        return LeftOut.NOT_READY
-    if view.facts is None:
-        return LeftOut.NO_FACTS
-    age_s = view.report_age_s(now_s)
-    if age_s is None:
-        return LeftOut.NO_REPORT
-    return LeftOut.STALE if age_s > stale_after_s else None
 
 
 SMOOTHING_S = 5.0

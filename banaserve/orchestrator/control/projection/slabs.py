@@ -120,18 +120,12 @@ def _weights(facts: InstanceFacts, module: Module, are_shared: bool) -> int:
     return module.num_layers * facts.layer_weight_bytes
 
 
-def free_layers(
-    facts: InstanceFacts, taken: Iterable[Module], num_layers: int, heads: tuple[int, ...] = ()
-) -> Module | None:
-    """Return the last ``num_layers`` contiguous layers without any ``taken`` module, or None.
-
-    Args:
-        heads: KV heads to which the search is limited; empty for whole layers.
-    """
+def free_layers(facts: InstanceFacts, taken: Iterable[Module], num_layers: int) -> Module | None:
+    """Return the last ``num_layers`` contiguous layers without any ``taken`` module, or None."""
     gone = tuple(taken)
     first = facts.num_layers - num_layers
     while first >= 0:
-        module = Module(first, first + num_layers, heads)
+        module = Module(first, first + num_layers)
         clash = [other for other in gone if other.overlaps(module)]
         if not clash:
             return module
