@@ -101,7 +101,10 @@ class Heavy:
     def __del__(self):
         print("taken apart", flush=True)
 
-held = Heavy()
+held, lost = Heavy(), Heavy()
+lost.itself = lost
+del lost
+atexit.register(lambda: [[] for _ in range(100_000)])
 atexit.register(print, "registered")
 print("buffered")
 end_now(3)

@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import contextlib
 import ctypes
+import gc
 import os
 import select
 import shutil
@@ -72,8 +73,10 @@ def end_now(code: int) -> NoReturn:
 
     With vLLM imported, destroying them takes a second of processor time, ten seconds on a busy
     machine, while a supervisor waits. Functions registered with ``atexit`` run; threads are not
-    waited for.
+    waited for. Nothing is collected meanwhile: a vLLM client that was not closed would wait for its
+    sockets forever.
     """
+    gc.disable()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
