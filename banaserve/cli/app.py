@@ -114,9 +114,10 @@ def _kind(function: Function) -> type[Any]:
 
 
 def _arguments(function: Function) -> list[str]:
-    """Return the names of a function's positional arguments."""
-    options = options_of(_kind(function))
-    return [str(o.settings.get("metavar", o.name)) for o in options if not o.name.startswith("-")]
+    """Return a function's positional arguments as its usage shows them."""
+    words = [one for one in options_of(_kind(function)) if not one.name.startswith("-")]
+    shown = [(str(one.settings.get("metavar", one.name)), "nargs" in one.settings) for one in words]
+    return [f"[{name}]" if is_optional else name for name, is_optional in shown]
 
 
 def _line(function: Function) -> str:

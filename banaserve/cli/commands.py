@@ -28,7 +28,7 @@ class OfferedCommand(NamedTuple):
 
 
 OFFERED_BY = {
-    "bench": OfferedCommand("banaserve-bench", "Measure one question."),
+    "bench": OfferedCommand("banaserve-bench", "Load a server, compare systems, report results."),
     "plan": OfferedCommand(
         "banaserve-bench", "Say whether to split prefill and decode for a load."
     ),

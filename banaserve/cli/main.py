@@ -60,7 +60,7 @@ def one_line_errors(command: Callable[P, int]) -> Callable[P, int]:
                 raise
             print_error(
                 f"the package {error.name} is missing, which comes with vLLM: install banaserve "
-                "with the extra cpu or cuda (README.md says how)"
+                "with the extra cpu or cuda (docs/guides/install.md says how)"
             )
             return EXIT_USER_ERROR
         except BrokenPipeError:
@@ -129,7 +129,10 @@ def _offered(name: str) -> Command:
     if name in others:
         return others[name]
     if own := OFFERED_BY.get(name):
-        raise UserError(f"the command {name} is part of {own.package}: pip install {own.package}")
+        raise UserError(
+            f"the command {name} is part of {own.package}: install that package's wheel, which "
+            "`make wheel` builds"
+        )
     close = difflib.get_close_matches(name, [*COMMANDS, *others], n=1)
     hint = f"did you mean `banaserve {close[0]}`?" if close else "see `banaserve --help`"
     raise UserError(f"there is no command {name}: {hint}")

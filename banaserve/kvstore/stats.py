@@ -56,10 +56,10 @@ class IndexCounters(msgspec.Struct, kw_only=True):
     asked_blocks: Annotated[
         int, counter("Blocks that requests asked for, each request once, unless being written.")
     ] = 0
-    found_blocks: Annotated[int, counter("Of these, blocks found in memory or a tier.")] = 0
+    found_blocks: Annotated[int, counter("Asked blocks that were found in memory or a tier.")] = 0
     new_blocks: Annotated[
         float,
-        counter("Of these, an estimate of blocks never seen before: no store could have them."),
+        counter("Estimate of asked blocks never seen before: no store could have them."),
     ] = 0.0
     kept_given_way: Annotated[
         int, counter("Blocks no longer kept though their request had asked for a longer time.")

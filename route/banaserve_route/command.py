@@ -44,7 +44,7 @@ class RouteOptions:
     """Options of ``banaserve route``; fields have the names of the balancer's settings."""
 
     config: Path | None = option(
-        "TOML or YAML, instead of all other options", None, Path, metavar="FILE"
+        "TOML or YAML file, instead of all other options", None, Path, metavar="FILE"
     )
     replica: tuple[str, ...] = option(
         "one server, or dns+http://NAME:PORT or k8s+http://SERVICE.NAMESPACE:PORT; repeat for more",
@@ -56,13 +56,13 @@ class RouteOptions:
         "",
         metavar="ADDRESS",
     )
-    kv_replay: str = option("address that replays missed ones", "", metavar="ADDRESS")
+    kv_replay: str = option("address that replays missed events", "", metavar="ADDRESS")
     tokenizer: str = option(
         "folder with the model's tokenizer: counts tokens, and compares texts with those events",
         "",
         metavar="DIR",
     )
-    policy: str = option("{names}", _DEFAULTS.policy.name)
+    policy: str = option("one of {names}", _DEFAULTS.policy.name)
     preset: str = option("set of the policy's options to start from", "")
     policy_options: Options = pairs(
         "option of the policy; repeat for several",
@@ -76,43 +76,43 @@ class RouteOptions:
     port: int = option("port to listen at", _DEFAULTS.port, metavar="PORT")
     api_keys: tuple[str, ...] = key_option(
         "--api-key",
-        "key that clients need; BANASERVE_API_KEY",
-        "file with such keys, one a line",
+        "key that clients must give; repeat for several ($BANASERVE_API_KEY)",
+        "file with API keys, one a line",
         "BANASERVE_API_KEY",
         is_repeated=True,
     )
     admin_key: str = key_option(
         "--admin-key",
-        "key that opens the page under /ui; BANASERVE_ADMIN_KEY",
+        "key that opens the page under /ui ($BANASERVE_ADMIN_KEY)",
         "file with that key",
         "BANASERVE_ADMIN_KEY",
     )
     replica_key: str = key_option(
         "--replica-key",
-        "key sent to replicas; BANASERVE_REPLICA_KEY",
+        "key sent to replicas ($BANASERVE_REPLICA_KEY)",
         "file with that key",
         "BANASERVE_REPLICA_KEY",
     )
-    max_body: str = option("size of one request's body", _LIMITS.max_body, name="--max-body-size")
-    max_connections: int = option("connections of clients", _LIMITS.max_connections)
+    max_body: str = option("size of a request's body", _LIMITS.max_body, name="--max-body-size")
+    max_connections: int = option("maximum number of client connections", _LIMITS.max_connections)
     max_connections_per_address: int = option(
-        "connections from one address without a key (0: a quarter)", 0
+        "maximum number of these from one address without a key (0: a quarter)", 0
     )
     max_requests: int = option(
         "requests under way at once", _LIMITS.max_requests, name="--max-concurrent-requests"
     )
-    max_queue: int = option("waiting requests", _LIMITS.max_queue)
-    max_outstanding: int = option("requests at a replica at a time; 0: no limit", 0)
+    max_queue: int = option("maximum number of waiting requests", _LIMITS.max_queue)
+    max_outstanding: int = option("requests at a replica at once (0: no limit)", 0)
     queue_timeout_s: float = option("time to wait for a replica", _LIMITS.queue_timeout_s)
     request_timeout_s: float = option("time for a whole request", _LIMITS.request_timeout_s)
     body_timeout_s: float = option("time for a request's body", _LIMITS.body_timeout_s)
-    ssl_certfile: str = option("serve HTTPS; read again on change", "", metavar="FILE")
-    ssl_keyfile: str = option("its key, where in a file of its own", "", metavar="FILE")
-    replica_ca: str = option("authorities of https:// replicas", "", metavar="FILE")
+    ssl_certfile: str = option("certificate for HTTPS; read again on change", "", metavar="FILE")
+    ssl_keyfile: str = option("key of the certificate, if elsewhere", "", metavar="FILE")
+    replica_ca: str = option("certificate authorities of https:// replicas", "", metavar="FILE")
     processes: int = option(
         "processes that relay bytes; with 2 or more, one more decides", _DEFAULTS.processes
     )
-    decision_log: str = option("file that gets one JSON line a request", "", metavar="FILE")
+    decision_log: str = option("file to append a JSON line to for each request", "", metavar="FILE")
     traces: str = option("OTLP collector, such as http://HOST:4318", "", metavar="URL")
     health_path: str = option("path that probes of replicas ask for", _DEFAULTS.health.path)
     health_interval_s: float = option("time between two probes", _DEFAULTS.health.interval_s)

@@ -144,7 +144,7 @@ def test_what_is_complete_answers_no_other_question(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--seeds", "0,0"), "--seeds: each once"),
+        (("--seeds", "0,0"), "--seeds: give each once"),
         (("--rps", "1,1"), "each once"),
         (("--requests", "0"), "--requests: give 1 or more"),
         (("--requests", "2", "--duration", "3"), "give --requests or --duration"),

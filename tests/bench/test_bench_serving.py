@@ -292,7 +292,7 @@ def test_a_cell_that_is_all_warm_up_is_none(bench: Any, tmp_path: Path) -> None:
         (("--arrival", "poisson"), "poisson arrivals need --rps"),
         (("--arrival", "closed", "--rps", "1"), "has no --rps"),
         (("--arrival", "closed"), "needs --requests"),
-        (("--arrival", "trace", "--dataset", "random", "--rps", "9"), "says not when"),
+        (("--arrival", "trace", "--dataset", "random", "--rps", "9"), "has no arrival times"),
         (("--arrival", "often"), "unknown arrival"),
         (("--rps", "1", "--seeds", "1,1"), "each once"),
         (("--rps", "2,1,2"), "each once"),

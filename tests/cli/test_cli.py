@@ -174,6 +174,12 @@ def test_a_wrong_sub_command_is_one_line(argv, line, monkeypatch, capsys):
     assert capsys.readouterr().err == f"banaserve: {line}\n"
 
 
+def test_usage_marks_an_argument_that_may_be_left_out(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["chat", "--help"])
+    assert capsys.readouterr().out.startswith("usage: banaserve chat [options] [question]\n")
+
+
 def test_a_command_with_an_argument_may_have_sub_commands(monkeypatch, capsys):
     def run() -> int:
         """Run."""

@@ -151,8 +151,8 @@ def test_a_command_that_is_not_installed_says_what_to_install(
     everything = [one for one in plugins.distributions() if one.metadata["Name"] != package]
     monkeypatch.setattr(plugins, "distributions", lambda: everything)
     assert cli.main([name]) == cli.EXIT_USER_ERROR
-    line = f"banaserve: the command {name} is part of {package}: pip install {package}\n"
-    assert capsys.readouterr().err == line
+    line = f"banaserve: the command {name} is part of {package}: install that package's wheel"
+    assert capsys.readouterr().err.startswith(line)
 
 
 def test_a_tier_that_is_not_installed_says_what_to_install(
@@ -160,7 +160,7 @@ def test_a_tier_that_is_not_installed_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(TIERS, "_found", {})
     with pytest.raises(
-        UserError, match=r"mooncake \(known: none\); pip install banaserve-mooncake"
+        UserError, match=r"mooncake \(known: none\); install the wheel of banaserve-mooncake"
     ):
         distributed_tier("mooncake://host:1")
 

@@ -41,7 +41,7 @@ WRONG = [
     ("--routing-policy load", "unknown routing policy: load (known: least_requests,"),
     ("--routing-option presets=x", "did you mean preset?"),
     ("--migration-attention flash-infer", "did you mean flashinfer?"),
-    ("--config /nowhere.toml", "--config /nowhere.toml: "),
+    ("--config /nowhere.toml", "--config /nowhere.toml: No such file"),
 ]
 
 

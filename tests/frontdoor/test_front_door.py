@@ -330,12 +330,12 @@ def test_no_option_of_vllm_counts_as_one_of_ours_misspelt() -> None:
         (["--slo-tpot", "-1"], "--slo-tpot -1: seconds above 0"),
         (
             ["--slo-ttft", "2"],
-            "--slo-ttft is looked at by --elastic and --routing-policy slo_aware",
+            "--slo-ttft is used only by --elastic and --routing-policy slo_aware",
         ),
-        (["--slo-tpot", "0.1", "--orchestrator", "on"], "--slo-tpot is looked at by"),
+        (["--slo-tpot", "0.1", "--orchestrator", "on"], "--slo-tpot is used only by"),
         (
             ["--slo-ttft", "2", "--orchestrator-policy", "elastic", "--orchestrator", "off"],
-            "--slo-ttft is looked at by",
+            "--slo-ttft is used only by",
         ),
         (["--prefill-tensor-parallel-size", "-1"], "size -1: must not be negative"),
         (["--colocated", "2", "--decode-tensor-parallel-size", "2"], "give --pd P:D, or"),

@@ -275,7 +275,7 @@ def test_who_routes_and_by_which_limits(argv, policy, section):
 
 def test_limits_that_nobody_looks_at_are_refused():
     with pytest.raises(
-        UserError, match=r"--slo-ttft is looked at by .* --routing-policy slo_aware"
+        UserError, match=r"--slo-ttft is used only by .* --routing-policy slo_aware"
     ):
         parse_serve_argv(["--slo-ttft", "1"])
 

@@ -287,8 +287,8 @@ class ServeConfig:
     host: str = _server("address to listen at", "127.0.0.1")
     port: int = _server("port to listen at", 8000, metavar="PORT", rule=PORT_RULE)
     take_over: str | None = _server(
-        "replace the server that runs there, or the one on --port: once this one can serve it "
-        "takes its socket, and that one ends with its last request",
+        "replace the server of that run folder, or the one on --port: the new server takes its "
+        "socket once it can serve, and the old one ends after its last request",
         None,
         nargs="?",
         const="",
@@ -296,8 +296,8 @@ class ServeConfig:
     )
     api_keys: tuple[str, ...] = _server_key(
         "--api-key",
-        "key that clients must give; repeat for several",
-        "file with such keys, one a line: other users can read a command line",
+        "key that clients must give; repeat for several ($BANASERVE_API_KEY)",
+        "file with API keys, one a line: other users can read a command line",
         "BANASERVE_API_KEY",
         is_repeated=True,
     )
@@ -316,14 +316,16 @@ class ServeConfig:
     )
     admin_key: str = _server_key(
         "--admin-key",
-        "key that opens the admin API (one is made for the run and kept in its folder)",
+        "key that opens the admin API, also $BANASERVE_ADMIN_KEY (one is made for the run and kept "
+        "in its folder)",
         "file with the admin key",
         "BANASERVE_ADMIN_KEY",
     )
     ui: bool = _server("serve no page under /ui", True, name="--no-ui")
     metrics_key: str = _server_key(
         "--metrics-key",
-        "key of /metrics, which API keys open too (all may read it)",
+        "key that /metrics then needs, also $BANASERVE_METRICS_KEY; API keys open it too (none: "
+        "all may read it)",
         "file with that key",
         "BANASERVE_METRICS_KEY",
     )
@@ -338,7 +340,7 @@ class ServeConfig:
         "connections from one address without a key (0: a quarter of all)", 0, rule=NOT_NEGATIVE
     )
     body_timeout_s: float = _server(
-        "time for a request's body, and a second more for each 64 KiB that have come",
+        "time for a request's body, and a second more for each 64 KiB received",
         30.0,
         rule=ABOVE_0,
     )
@@ -405,8 +407,10 @@ class ServeConfig:
     kv_store_verify: bool = _store(
         "keep checksums of KV blocks in memory and check them before each use", False
     )
-    kv_store_salt: str = _store("text that keeps the blocks of servers with another one apart", "")
-    kv_store: bool = _store("serve without the store, with --colocated", True, name="--no-kv-store")
+    kv_store_salt: str = _store("text; servers with another one share no KV blocks", "")
+    kv_store: bool = _store(
+        "serve without the store; needs --colocated", True, name="--no-kv-store"
+    )
 
     routing_policy: str = _routing(
         f"one of {{names}} (load_aware; with the policy elastic: {SLO_AWARE})",
@@ -500,7 +504,9 @@ class ServeConfig:
         kind=parse_attention,
         choices=MIGRATION_ATTENTION,
     )
-    migration_poison: bool = _migration("fill what moved away with NaN: for tests", False)
+    migration_poison: bool = _migration(
+        "fill the memory of moved modules with NaN: for tests", False
+    )
 
     pace: str = _pacing(
         "model the time of a GPU and model: a profile's name or .toml file (a miniature runs "
@@ -636,8 +642,8 @@ def _check_parts(config: ServeConfig) -> None:
     ):
         if limit_s and not orchestrator.is_elastic and config.routing_policy != SLO_AWARE:
             raise UserError(
-                f"{name} is looked at by --elastic and --routing-policy {SLO_AWARE} alone: give "
-                "one of them, or leave it out"
+                f"{name} is used only by --elastic and --routing-policy {SLO_AWARE}: give one of "
+                "them, or leave it out"
             )
     if orchestrator.mode != "off" and not config.kv_store:
         raise UserError(
@@ -653,11 +659,13 @@ def _check_parts(config: ServeConfig) -> None:
         option = f"--{role.value}-tensor-parallel-size"
         if config.colocated:
             raise UserError(
-                f"{option} is of engines that are made for {role.value}: give --pd P:D, or "
+                f"{option} is for engines that are started for {role.value}: give --pd P:D, or "
                 "--tensor-parallel-size for all"
             )
         if config.pace:
-            raise UserError(f"{option} and --pace exclude each other: modelled engines have a rank")
+            raise UserError(
+                f"{option} and --pace exclude each other: modelled engines have one rank"
+            )
     if config.devices and len(config.devices) != config.num_instances:
         raise UserError(
             f"--devices names {len(config.devices)} sets for {config.num_instances} instances"
@@ -671,7 +679,9 @@ def _check_scaling(config: ServeConfig) -> None:
             raise UserError(f"--scale-min {least} bounds what --scale-max N allows: give that too")
         return
     if config.orchestrator.mode != "on":
-        raise UserError("--scale-max leaves it to the orchestrator: give --orchestrator on too")
+        raise UserError(
+            "--scale-max needs the orchestrator, which adds the instances: give --orchestrator on"
+        )
     if not 1 <= least <= now <= most:
         raise UserError(
             f"--scale-min {least} and --scale-max {most} do not enclose the {now} instances of "

@@ -83,7 +83,7 @@ class ChatOptions(ServerChoice):
     question: str | None = argument("one question; without it a conversation begins", None)
     api_key: str = key_option(
         "--api-key",
-        "the server's, where it needs one",
+        "API key, if the server needs one ($BANASERVE_API_KEY)",
         "file with that key",
         "BANASERVE_API_KEY",
         metavar="KEY",
@@ -92,7 +92,7 @@ class ChatOptions(ServerChoice):
     system: str | None = option("text that the model is told first", None)
     max_tokens: int | None = option("length of an answer in tokens", None, int)
     temperature: float = option(
-        "spread of answers; at 0 a question always has the same one (0)", 0.0
+        "randomness of answers; at 0 a question always gets the same answer (0)", 0.0
     )
 
 

@@ -23,28 +23,28 @@ from banaserve.kvstore.sizes import format_size
 class SourceOptions(JsonOptions):
     """Options of a move: whose modules move."""
 
-    source: str = option("the instance that they belong to", name="--from", metavar="INSTANCE")
+    source: str = option("instance to which the modules belong", name="--from", metavar="INSTANCE")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetOptions(SourceOptions):
     """Options of a move to another instance."""
 
-    target: str = option("the instance beside which they will run", name="--to", metavar="INSTANCE")
+    target: str = option("instance beside which they will run", name="--to", metavar="INSTANCE")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpanOptions(TargetOptions):
     """Options of a move of whole layers, or of their context."""
 
-    span: str = option("START:END, END not included", name="--layers")
+    span: str = option("range START:END, without END", name="--layers")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions(TargetOptions):
     """Options of a move of parts of layers."""
 
-    layer: str = option("a layer, or several: 5,6 or 5:8")
+    layer: str = option("layers, such as 5, 5,6 or 5:8")
 
 
 def layers(asked: SpanOptions) -> int:
@@ -52,7 +52,7 @@ def layers(asked: SpanOptions) -> int:
     return _migrate(asked, migration_api.MoveLayers(asked.source, asked.target, _span(asked.span)))
 
 
-def heads(asked: LayerOptions, heads: str = option("KV heads of each, such as 1,2")) -> int:
+def heads(asked: LayerOptions, heads: str = option("KV heads of each layer, such as 1,2")) -> int:
     """Move KV heads of some layers, with their query heads: KV cache only."""
     chosen = _of_layers(asked.layer, heads, "--heads")
     return _migrate(asked, migration_api.MoveHeads(asked.source, asked.target, chosen))
@@ -65,11 +65,11 @@ def context(asked: SpanOptions) -> int:
 
 def experts(
     asked: LayerOptions,
-    experts: str | None = option("experts of each, such as 1,2; or give --load", None),
+    experts: str | None = option("experts of each layer, such as 1,2; or give --load", None),
     load: float | None = option(
-        "share of each layer's work, by what its router chooses", None, float
+        "instead of --experts: those that do this share of each layer's work", None, float
     ),
-    watch_s: float = option("time for which the routers are watched", 10.0),
+    watch_s: float = option("with --load: time for which the routers' choices are counted", 10.0),
 ) -> int:
     """Move routed experts of some layers: weights only, the router stays."""
     if experts is not None and load is None:
@@ -77,7 +77,7 @@ def experts(
     elif load is not None and experts is None:
         wanted = _experts_for(asked, load, watch_s)
     else:
-        raise UserError("give --experts, or --load to let what routers choose decide")
+        raise UserError("give either --experts, or --load for those that the routers choose most")
     return _migrate(asked, migration_api.MoveExperts(asked.source, asked.target, wanted))
 
 
@@ -112,10 +112,10 @@ def _experts_for(asked: LayerOptions, load: float, watch_s: float) -> dict[int, 
 
 def take_home(
     asked: SourceOptions,
-    span: str | None = option("START:END; everything without it", None, name="--layers"),
-    layer: str | None = option("layers of --heads or --experts", None),
+    span: str | None = option("range START:END (all modules)", None, name="--layers"),
+    layer: str | None = option("layers of --heads or --experts, such as 5:8", None),
     heads: str | None = option("KV heads, such as 1,2", None),
-    experts: str | None = option("experts, likewise", None),
+    experts: str | None = option("experts, such as 1,2", None),
 ) -> int:
     """Bring home the modules of an instance that are away."""
     if (layer is None) is not (heads is None and experts is None):
@@ -131,8 +131,8 @@ def take_home(
 
 def overlap(
     asked: JsonOptions,
-    instance: str = option("the instance whose layers are away", name="--of", metavar="INSTANCE"),
-    parts: int = option("most micro-batches of a step; 1: it waits", kind=int),
+    instance: str = option("instance whose layers are away", name="--of", metavar="INSTANCE"),
+    parts: int = option("most micro-batches of a step; 1: it waits for the guests", kind=int),
 ) -> None:
     """Let an instance and the guests of its layers compute at once, until it is restarted."""
     found = asked.client().overlap(migration_api.OverlapRequest(instance, parts))
@@ -141,7 +141,7 @@ def overlap(
 
 def share(
     asked: JsonOptions,
-    instance: str = option("the instance whose device it is", name="--beside", metavar="INSTANCE"),
+    instance: str = option("instance whose device it is", name="--beside", metavar="INSTANCE"),
     fraction: float = option("fraction that guests beside it may take", kind=float),
 ) -> None:
     """Bound the share of an instance's device that guests may take, until the server ends."""

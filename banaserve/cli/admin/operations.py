@@ -109,7 +109,7 @@ _WAIT = "return at its end, or at once (--wait)"
 
 def role(
     asked: JsonOptions,
-    instance: str = argument("such as p1; it keeps its name"),
+    instance: str = argument("instance, such as p1; it keeps its name"),
     role: str = argument("prefill, decode or both", metavar="ROLE"),
     timeout_s: float = option(
         "time after which it keeps its role if it is not drained", 300.0, rule=ABOVE_0
@@ -137,13 +137,13 @@ def role(
 
 def scale(
     asked: JsonOptions,
-    pd: str | None = option(
-        "prefill and decode instances that there are to be", None, metavar="P:D"
+    pd: str | None = option("wanted numbers of prefill and decode instances", None, metavar="P:D"),
+    colocated: int | None = option("wanted number of instances that do both", None, int),
+    instances: int | None = option(
+        "wanted number of all instances, if roles follow the load", None, int
     ),
-    colocated: int | None = option("instances that do both", None, int),
-    instances: int | None = option("all instances, where roles follow the load", None, int),
     timeout_s: float = option(
-        "time to wait for the last request of one that leaves", 300.0, rule=ABOVE_0
+        "time to wait for the last request of an instance that leaves", 300.0, rule=ABOVE_0
     ),
     waits: bool = option(_WAIT, True, name="--wait"),
 ) -> int:
@@ -171,7 +171,7 @@ def _scaled(scaling: Scaling) -> str:
 
 def drain(
     asked: JsonOptions,
-    instance: str = argument("such as d0"),
+    instance: str = argument("instance, such as d0"),
     undo: bool = option("let it serve again", False),
     timeout_s: float = option("time to wait for its last request", 60.0, rule=NOT_NEGATIVE),
 ) -> int:
@@ -233,7 +233,11 @@ def remove(
         True,
         name="--shrink",
         action="store_false",
-        also=(extra("--keep", "the opposite, and the default", True, action="store_true"),),
+        also=(
+            extra(
+                "--keep", "keep the number of instances (the default)", True, action="store_true"
+            ),
+        ),
     ),
     timeout_s: float = option(
         "time to wait for the last request of an instance", 300.0, rule=ABOVE_0
@@ -287,7 +291,9 @@ orchestrator_app = App(
 def restart(
     asked: JsonOptions,
     vllm_options: tuple[str, ...] = argument(
-        "added to those of the engines; the last counts", (), metavar="[--] VLLM_OPTIONS"
+        "options added to those of the engines; if one is given twice, the last counts",
+        (),
+        metavar="-- VLLM_OPTIONS",
     ),
     rolling: bool = option("one engine after the other; no request is lost", False),
     model: str = option("folder or name of weights of the same architecture", ""),
@@ -297,7 +303,7 @@ def restart(
         0.0,
         rule=NOT_NEGATIVE,
     ),
-    abort: bool = option("give up the one under way; what it changed goes back", False),
+    abort: bool = option("abort the restart under way; engines already replaced go back", False),
 ) -> int:
     """Replace all engines of a running server."""
     restarts = asked.client().restarts

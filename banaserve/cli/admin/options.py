@@ -21,10 +21,12 @@ class ServerChoice:
     """Options that select a running server."""
 
     port: int | None = _server("port of a server on this machine", None, int, metavar="PORT")
-    run_dir: Path | None = _server("folder of the run (the only one of yours)", None, Path)
-    url: str | None = _server("where the server listens, instead of --run-dir", None)
+    run_dir: Path | None = _server("folder of the server's run (your only server's)", None, Path)
+    url: str | None = _server(
+        "address of the server, for one that is not yours on this machine", None
+    )
     cacert: Path | None = _server(
-        "certificate, or its authority's, of a server that is none of your own runs",
+        "with --url: certificate of the server, or of its authority",
         None,
         Path,
         metavar="FILE",
@@ -48,7 +50,7 @@ class ServerOptions(ServerChoice):
 
     admin_key: str = key_option(
         "--admin-key",
-        "the server's, where it was given one",
+        "admin key, if the server was started with one ($BANASERVE_ADMIN_KEY)",
         "file with that key",
         "BANASERVE_ADMIN_KEY",
         group=_GROUP,

@@ -21,7 +21,7 @@ def ui(
         "show what this decision log tells, with a slider for the time", None, Path, metavar="FILE"
     ),
     port: int = option("port of your server, or of the replay (a free one)", 0, metavar="PORT"),
-    run_dir: Path | None = option("folder of the run (the only one of yours)", None, Path),
+    run_dir: Path | None = option("folder of the server's run (your only server's)", None, Path),
 ) -> None:
     """Print a link that opens a running server's page, or serve a page for a decision log."""
     if replay is not None:

@@ -107,7 +107,8 @@ def _options_from_file(path: Path, parser: ServeParser) -> list[str]:
     try:
         table = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:  # ValueError: invalid TOML, or a file that is not text
-        raise UserError(f"--config {path}: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise UserError(f"--config {path}: {why}") from error
     argv: list[str] = []
     for key, value in table.items():
         option = f"--{key.replace('_', '-')}"

@@ -40,7 +40,7 @@ def distributed_tier(url: str) -> type[UrlTier]:
     if not scheme:
         known = ", ".join(f"{name}://" for name in sorted({*TIERS.names(), *OFFERED_BY}))
         raise UserError(f"{url!r} is no URL of a distributed store: it begins with one of {known}")
-    missing = {name: f"pip install {package}" for name, package in OFFERED_BY.items()}
+    missing = {name: f"install the wheel of {package}" for name, package in OFFERED_BY.items()}
     refused = {**missing, **TIERS.refused}
     check_known("scheme of a distributed store", scheme, TIERS.names(), refused)
     tier = TIERS.get(scheme)

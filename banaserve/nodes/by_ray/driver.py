@@ -264,7 +264,7 @@ def _check_answers(address: str) -> None:
     try:
         socket.create_connection((host, port), _CONNECT_S).close()
     except OSError as error:
-        raise UserError(f"--cluster {address}: nobody answers there: {error}") from error
+        raise UserError(f"--cluster {address}: no Ray cluster answers there: {error}") from error
 
 
 def _facts(node: dict[str, Any]) -> NodeFacts:

@@ -1,4 +1,4 @@
-"""``banaserve bench compare``: which system serves the same requests better on this machine?
+"""Compare systems on this machine, on the same requests.
 
 Starts the systems one by one, sends each the same requests at the same times, checks a sample of
 the answers token by token against a single vLLM engine, and writes a report. Complete parts are

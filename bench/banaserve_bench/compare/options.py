@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from banaserve.base import models
-from banaserve.base.arguments import Parser
+from banaserve.base.arguments import Formatter, Parser
 from banaserve.base.config.serve_config import MINIATURE
 from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs import profile as profiles
@@ -23,32 +23,35 @@ _MAX_PROMPT_TOKENS = 4000
 def make_parser(about: str | None = None) -> Parser:
     parser = Parser(
         prog="banaserve bench compare",
+        usage="banaserve bench compare [options]",
         description=about,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Formatter,
     )
     add = parser.add_argument
     add("--out", type=Path, default=Path("bench-compare"), help="folder of results and report")
-    add("--model", help=f"default: {models.PACKAGED}")
-    add("--pace", metavar="PROFILE", help="paced engines: all seconds are those of this model")
+    add("--model", help=f"model of all systems ({models.PACKAGED})")
+    add("--pace", metavar="PROFILE", help="profile of paced engines: all seconds are modelled")
     add("--dilate", type=float, default=1.0, metavar="N", help="wall seconds of a modelled one")
-    add("--instances", type=int, default=2, help="engines of each system")
-    add("--system", action="append", default=[], help="one of those above; repeat (default: all)")
+    add("--instances", type=int, default=2, help="number of engines of each system")
+    add("--system", action="append", default=[], help="one of those above; repeat (all)")
     add(
         "--workload",
         action="append",
         default=[],
         metavar="DATASET[@RPS,...]",
-        help="of bench serving, with rates of its own where they differ from --rps; repeat",
+        help="dataset, with its rates if not --rps; repeat (shared-prefix, multi-turn, random)",
     )
     add_lengths(parser)
     parser.set_defaults(prompt_tokens=100, prefixes=3, sessions=2)
-    add("--rps", type=numbers, default=(0.5,))
-    add("--seeds", type=whole_numbers, default=(0, 1, 2))
-    add("--requests", type=int, help="of each rate and seed (16)")
-    add("--duration", type=float, metavar="S", help="instead: as many as arrive in this time")
-    add("--warmup", type=float, default=0.0, metavar="S", help="not counted")
+    add("--rps", type=numbers, default=(0.5,), help="requests per second, such as 1,2,4 (0.5)")
+    add("--seeds", type=whole_numbers, default=(0, 1, 2), help="seeds of the requests (0,1,2)")
+    add("--requests", type=int, help="requests of each rate and seed (16)")
+    add("--duration", type=float, metavar="SECONDS", help="instead: time in which they arrive")
+    add("--warmup", type=float, default=0.0, metavar="SECONDS", help="time that does not count")
     add("--check", type=int, default=4, help="answers of each workload compared with one engine")
-    add("--serve-option", action="append", default=[], help="for every system, such as --x=y")
+    add(
+        "--serve-option", action="append", default=[], help="option of serve, such as --x=y; repeat"
+    )
     return parser
 
 

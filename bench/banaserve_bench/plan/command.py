@@ -105,9 +105,9 @@ class PlanOptions(ConfirmOptions, AskedSystem):
         5,
         rule=Rule(lambda value: value >= _LEAST_SEEDS, f"must be at least {_LEAST_SEEDS}"),
     )
-    seed: int | None = option("the first seed", None, int)
+    seed: int | None = option("seed of the first load (0; of a case: its own)", None, int)
     as_json: bool = option("print the advice as JSON", False, name="--json")
-    html: Path | None = option("write the advice there as a page, too", None, Path, metavar="FILE")
+    html: Path | None = option("file for the advice as a page", None, Path, metavar="FILE")
 
 
 def plan_command(options: PlanOptions) -> int:

@@ -1,4 +1,4 @@
-"""Report of the results in a folder as one page of Markdown: ``banaserve bench report DIR``.
+"""Report of the results in a folder as one page of Markdown.
 
 Every figure with its 95% interval over the runs (Student's t), the best of each row marked; for
 serving runs also the distributions of latency, and throughput and latency over the load. Plots need
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from banaserve.base.arguments import Parser
+from banaserve.base.arguments import Formatter, Parser
 from banaserve.base.errors import UserError
 from banaserve_bench.report import plots, tables
 from banaserve_bench.report.compare_tables import extra_tables
@@ -26,10 +26,17 @@ _NOTHING: tuple[object, ...] = (None, "None", [])
 
 
 def make_parser() -> Parser:
-    parser = Parser(prog="banaserve bench report", description=__doc__)
-    parser.add_argument("folder", type=Path, metavar="DIR", help="with results, at any depth")
-    parser.add_argument("--out", type=Path, help="folder of the page (default: DIR)")
-    parser.add_argument("--title", default="Benchmarks of banaserve")
+    parser = Parser(
+        prog="banaserve bench report",
+        usage="banaserve bench report [options] DIR",
+        description=__doc__,
+        formatter_class=Formatter,
+    )
+    parser.add_argument(
+        "folder", type=Path, metavar="DIR", help="folder with results, at any depth"
+    )
+    parser.add_argument("--out", type=Path, help="folder of the page (DIR)")
+    parser.add_argument("--title", default="Benchmarks of banaserve", help="title of the page")
     return parser
 
 

@@ -1,7 +1,7 @@
-"""``banaserve bench serving``: what does a server give its users at a given load?
+"""Measure what a server gives its users at a given load.
 
 Sends requests to any server with OpenAI's completions API and records the outcome of each.
-Arrivals do not wait for answers (except with ``--arrival closed``); failures and timeouts are
+Arrivals do not wait for answers (except with --arrival closed); failures and timeouts are
 counted, never dropped. Each rate runs with each seed; a stopped run is resumed when it is started
 again with the same options.
 
@@ -30,7 +30,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from banaserve.base.arguments import Parser
+from banaserve.base.arguments import Formatter, Parser
 from banaserve.base.errors import UserError
 from banaserve.base.text.names import check_known
 from banaserve.cli.terminal.console import print_rows
@@ -108,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
     words = Words(load_tokenizer(target, given.tokenizer))
     dataset = Dataset(_wanted(given, target), words)
     if given.arrival == "trace" and not dataset.has_times:
-        raise UserError(f"{given.dataset} says not when requests arrive: give another --arrival")
+        raise UserError(f"{given.dataset} has no arrival times: give another --arrival")
     folder = RunFolder(given.out, {**_options(given), "url": target.url, "model": target.model})
     summaries = _run(given, plan, target, dataset, folder)
     print_rows(summary_rows(summaries), {})
@@ -119,15 +119,16 @@ def main(argv: Sequence[str]) -> int:
 def make_parser() -> Parser:
     parser = Parser(
         prog="banaserve bench serving",
+        usage="banaserve bench serving [options]",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Formatter,
     )
     _add_target(parser)
     _add_requests(parser)
     _add_load(parser)
     add = parser.add_argument
-    add("--out", type=Path, default=Path("bench-serving"), help="folder of the run")
-    add("--json", type=Path, help="write the result there too")
+    add("--out", type=Path, default=Path("bench-serving"), help="folder of records and result")
+    add("--json", type=Path, help="file for another copy of the result")
     return parser
 
 
@@ -143,21 +144,21 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--url", default="http://127.0.0.1:8000", help="any OpenAI-compatible server")
-    add("--api-key", help="for the server")
-    add("--model", help="where the server has several")
-    add("--tokenizer", help="folder or id; default: where the server says its model is")
-    add("--timeout", type=float, default=600.0, metavar="S", help="for a whole request")
+    add("--url", default="http://127.0.0.1:8000", help="address of any OpenAI-compatible server")
+    add("--api-key", metavar="KEY", help="API key, if the server needs one")
+    add("--model", help="name of the model (the server's first one)")
+    add("--tokenizer", help="folder or id of the tokenizer (where the server says its model is)")
+    add("--timeout", type=float, default=600.0, metavar="SECONDS", help="time for a whole request")
 
 
 def _add_requests(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--dataset", default="alpaca-like", help="name or file")
+    add("--dataset", default="alpaca-like", help="name of a dataset, or a file")
     add_lengths(parser)
-    add("--range-fraction", type=float, default=0.0, help="spread of random lengths")
-    add("--trace-block-tokens", type=int, default=512, help="tokens a hash id stands for")
-    add("--max-prompt-tokens", type=int, help="cut longer prompts")
-    add("--send", choices=("tokens", "text"), default="tokens", help="made-up prompts")
+    add("--range-fraction", type=float, default=0.0, help="spread of random's lengths, 0 to 1 (0)")
+    add("--trace-block-tokens", type=int, default=512, help="tokens per hash id of a trace")
+    add("--max-prompt-tokens", type=int, help="length at which longer prompts are cut (no limit)")
+    add("--send", choices=("tokens", "text"), default="tokens", help="form of made-up prompts")
     add(
         "--no-exact-output",
         action="store_true",
@@ -168,32 +169,32 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
 def add_lengths(parser: argparse.ArgumentParser) -> None:
     """Add the options of data and lengths that ``bench compare`` has, too."""
     add = parser.add_argument
-    add("--data", type=Path, help="file or folder of a named dataset, or hub")
-    add("--prompt-tokens", type=int, default=256, help="mean, of made-up prompts")
-    add("--output-tokens", type=int, help="of every answer (default: as the data say)")
-    add("--max-output-tokens", type=int, help="cut longer answers")
-    add("--prefix-tokens", type=int, default=1000, help="of shared-prefix")
-    add("--prefixes", type=int, default=1, help="different ones, of shared-prefix")
-    add("--sessions", type=int, default=8, help="chats at once, of multi-turn")
-    add("--slo-ttft", type=float, metavar="S", help="for goodput")
-    add("--slo-tpot", type=float, metavar="S", help="for goodput")
+    add("--data", type=Path, help="file or folder of a named dataset; or hub, to download it")
+    add("--prompt-tokens", type=int, default=256, help="mean length of made-up prompts")
+    add("--output-tokens", type=int, help="length of answers (as the data say; compare: 16)")
+    add("--max-output-tokens", type=int, help="length at which longer answers are cut (no limit)")
+    add("--prefix-tokens", type=int, default=1000, help="length of a prefix of shared-prefix")
+    add("--prefixes", type=int, default=1, help="number of prefixes of shared-prefix")
+    add("--sessions", type=int, default=8, help="chats of multi-turn that go on at once")
+    add("--slo-ttft", type=float, metavar="SECONDS", help="limit of TTFT, for goodput (none)")
+    add("--slo-tpot", type=float, metavar="SECONDS", help="limit of TPOT, for goodput (none)")
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--rps", type=numbers, help="requests a second: one, or several such as 1,2,4")
-    add("--arrival", help=f"{', '.join(KINDS)} (poisson with --rps, else closed)")
-    add("--variation", type=float, default=2.0, help="coefficient of, of gamma arrivals")
-    add("--concurrency", type=numbers, default=(8,), help="of closed: requests under way")
-    add("--requests", type=int, help="of each cell (default: those of --warmup and --duration)")
-    add("--duration", type=float, default=60.0, metavar="S", help="measured")
+    add("--rps", type=numbers, help="requests per second; several such as 1,2,4 run in turn")
+    add("--arrival", help=f"one of {', '.join(KINDS)} (poisson with --rps, else closed)")
+    add("--variation", type=float, default=2.0, help="coefficient of variation of gamma arrivals")
+    add("--concurrency", type=numbers, default=(8,), help="requests under way, if closed (8)")
+    add("--requests", type=int, help="requests of each cell (those of --warmup and --duration)")
+    add("--duration", type=float, default=60.0, metavar="SECONDS", help="time that is measured")
     add(
         "--warmup",
         type=float,
-        metavar="S",
-        help="seconds of requests that are sent before and not counted (10; 0 with --requests)",
+        metavar="SECONDS",
+        help="time before, whose requests are sent but not counted (10; 0 with --requests)",
     )
-    add("--seeds", type=whole_numbers, default=(0,), help="such as 0,1,2,3,4")
+    add("--seeds", type=whole_numbers, default=(0,), help="seeds, such as 0,1,2,3,4 (0)")
 
 
 def numbers(text: str) -> tuple[float, ...]:

@@ -64,21 +64,23 @@ class ServingPlan:
         if self.requests is not None and self.requests < 1:
             raise UserError("--requests: give 1 or more")
         if len(set(self.seeds)) < len(self.seeds):
-            raise UserError("--seeds: each once")
+            raise UserError("--seeds: give each once")
         cells = self.cells()
         for cell in cells:
             self.count(cell)
             if cell.is_closed and cell.load is not None and cell.load % 1:
                 raise UserError(f"--concurrency {cell.load:g}: give a whole number")
         if len({cell.name for cell in cells}) < len(cells):
-            raise UserError("--rps, --concurrency: each once, and different in six digits")
+            raise UserError("--rps, --concurrency: give each once, different in six digits")
 
     def count(self, cell: CellId) -> int:
         """Return the number of requests of a cell."""
         if self.requests is not None:
             return self.requests
         if cell.is_closed or cell.load is None:
-            raise UserError("a closed loop, or a trace at its own speed, needs --requests")
+            raise UserError(
+                "give --rps; a closed loop or a trace at its own speed needs --requests"
+            )
         return max(2, round(cell.load * (self.warm_up_s + self.duration_s)))
 
 

@@ -73,7 +73,9 @@ class SimulateOptions(AskedSystem):
     policy: str | None = option(
         f"policy of migration: {', '.join(names())}, or a plugin", None, metavar="NAME"
     )
-    show_list: bool = option("show what comes with it", False, name="--list")
+    show_list: bool = option(
+        "list the cases, loads and profiles that come with the package", False, name="--list"
+    )
     step_times: Path | None = option(
         "description of measured step times, in place of those of the profile",
         None,
@@ -81,13 +83,16 @@ class SimulateOptions(AskedSystem):
         metavar="FILE",
     )
     seeds: int = option("number of runs, each with the next seed", 1)
-    seed: int | None = option("the first seed", None, int)
+    seed: int | None = option("seed of the first run (0; of a case: its own)", None, int)
     as_json: bool = option("print the results as JSON", False, name="--json")
     chrome_trace: Path | None = option(
-        "write steps, requests and moves of the first seed there", None, Path, metavar="FILE"
+        "file for steps, requests and moves of the first seed, for Perfetto",
+        None,
+        Path,
+        metavar="FILE",
     )
     decision_log: Path | None = option(
-        "write decisions of the first seed there, for `banaserve ui --replay`",
+        "file for decisions of the first seed, for `banaserve ui --replay`",
         None,
         Path,
         metavar="FILE",

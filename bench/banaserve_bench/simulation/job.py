@@ -33,6 +33,7 @@ from banaserve_bench.simulation.workload import Arrivals, Lengths, Pair, arrivin
 
 ARRIVALS = ("bursts", "diurnal", "poisson", "trace")
 DEFAULT_PROFILE = "opt-13b-a100"
+DEFAULT_DURATION_S = 300.0
 _INSTANCES = 4
 
 _EVERY_SYSTEM = ("colocated", "static", "elastic")
@@ -109,8 +110,7 @@ class AskedSystem:
         metavar="DIR",
     )
     systems: Sequence[str] = option(
-        "one to run, several times for several; else all of a case, or colocated, static and "
-        "elastic",
+        "system to run; repeat for several (all of a case; else colocated, static and elastic)",
         (),
         name="--system",
         read=lambda known: (
@@ -118,7 +118,9 @@ class AskedSystem:
         ),
     )
     policy: str | None = option("policy of migration", None, metavar="NAME")
-    profile: str | None = option("a name, or a .toml file", None)
+    profile: str | None = option(
+        f"device and model: a name, or a .toml file ({DEFAULT_PROFILE}; of a case: its own)", None
+    )
     prefill: int | None = derived(
         None,
         lambda known: (known.pd or (None, None))[0],
@@ -156,15 +158,21 @@ class AskedSystem:
         None,
         float,
     )
-    rps: float | None = option("mean requests a second", None, float)
-    arrivals: str | None = option(", ".join(ARRIVALS), None)
-    duration_s: float | None = option("time in which requests come", None, float)
-    variation: float = option("variation of the gaps of bursts", 4.0)
-    swing_fraction: float = option("swing of a diurnal rate, in [0, 1)", 0.8, name="--swing")
-    speed: float | None = option("factor by which a trace runs faster", None, float)
-    limit: int | None = option("requests of a trace that are used", None, int)
+    rps: float | None = option("mean number of requests per second", None, float)
+    arrivals: str | None = option(
+        f"{', '.join(ARRIVALS)} (trace if the load has times; else poisson)", None
+    )
+    duration_s: float | None = option(
+        f"time in which drawn requests arrive ({DEFAULT_DURATION_S:g})", None, float
+    )
+    variation: float = option("coefficient of variation of the gaps, with --arrivals bursts", 4.0)
+    swing_fraction: float = option(
+        "swing of the rate with --arrivals diurnal, from 0 to below 1", 0.8, name="--swing"
+    )
+    speed: float | None = option("factor by which a trace runs faster (1)", None, float)
+    limit: int | None = option("number of requests of a trace that are used (all)", None, int)
     max_output_tokens: int | None = option(
-        "longer answers are cut; for lengths that are drawn", None, int
+        "length at which longer answers are cut, for lengths that are drawn", None, int
     )
 
 
@@ -207,7 +215,7 @@ def job(asked: AskedSystem, profile: Profile | None = None) -> SimulationJob:
         check_known("kind of arrivals", asked.arrivals, ARRIVALS)
     target = asked.target
     if (asked.prompt_lengths is None) != (asked.output_lengths is None):
-        raise UserError("give both, --prompt-tokens and --output-tokens")
+        raise UserError("give both --prompt-tokens and --output-tokens")
     if not target and asked.prompt_lengths is None:
         raise UserError(
             "give a case, a trace or a dataset (see `banaserve simulate --list`), or "
@@ -229,7 +237,7 @@ def _of_case(asked: AskedSystem, case: Case, profile: Profile | None) -> Simulat
         if getattr(asked, name) is not None:
             option = "pd" if name in ("prefill", "decode") else name.removesuffix("_s")
             option = option.replace("_", "-")
-            raise UserError(f"{option} says nothing for a case: the case has its own")
+            raise UserError(f"--{option} has no effect on a case: leave it out")
     for name in asked.systems:
         check_known(f"system of the case {case.name}", name, case.systems)
     limits = _limits(asked, case.limits)
@@ -317,7 +325,7 @@ def _load(
         for name in ("duration_s", "max_output_tokens", "tokenizer"):
             if getattr(asked, name) is not None:
                 option = name.removesuffix("_s").replace("_", "-")
-                raise UserError(f"{option} says nothing for a trace's own arrivals: use --limit")
+                raise UserError(f"--{option} has no effect on a trace's own arrivals: use --limit")
         rows = _trace(asked)
         speed = _speed(asked, rows)
         lasts_s = rows[-1].at_s / speed
@@ -331,11 +339,11 @@ def _load(
         why = "" if asked.target in ("", *DATASETS) else f"{asked.target} has no times: "
         raise UserError(f"{why}give the mean rate of the arrivals with --rps")
     if asked.speed is not None:
-        raise UserError("speed says nothing for drawn arrivals: use --rps")
+        raise UserError("--speed has no effect on drawn arrivals: use --rps")
     if asked.limit is not None:
-        raise UserError("limit says nothing for drawn arrivals: use --duration")
+        raise UserError("--limit has no effect on drawn arrivals: use --duration")
     arrivals = Arrivals(
-        duration_s=300.0 if asked.duration_s is None else asked.duration_s,
+        duration_s=DEFAULT_DURATION_S if asked.duration_s is None else asked.duration_s,
         rate_per_s=asked.rps,
         variation=asked.variation if kind == "bursts" else 1.0,
         swing_fraction=asked.swing_fraction if kind == "diurnal" else 0.0,

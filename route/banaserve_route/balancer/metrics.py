@@ -119,30 +119,26 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         name = "banaserve_route_"
         yield _counter(name + "answers", "Answers to whole requests.", ["status"], self._answers)
-        yield _counter(name + "refused", "Refused before whole.", ["status"], self._refused)
+        yield _counter(name + "refused", "Refused before complete.", ["status"], self._refused)
         yield _counter(name + "dropped", "Connections closed unanswered.", ["cause"], self._dropped)
-        yield _counter(
-            name + "over_limits", "Beyond a limit of their key.", ["limit"], self._over_limits
-        )
+        yield _counter(name + "over_limits", "Beyond limits of keys.", ["limit"], self._over_limits)
         yield GaugeMetricFamily(
             name + "connections", "Open connections of clients.", value=self.num_connections()
         )
-        yield _counter(name + "decisions", "First places.", ["target", "reason"], self._decisions)
+        yield _counter(name + "decisions", "First targets.", ["target", "reason"], self._decisions)
         yield CounterMetricFamily(
             name + "cancelled", "Clients that went away.", value=self._num_cancelled
         )
-        yield CounterMetricFamily(name + "reads", "Parts relayed.", value=self._num_reads)
-        yield self._waits.family(name + "wait_seconds", "From the whole request to its place.")
-        yield self._first.family(name + "first_byte_seconds", "To the answer's first byte.")
-        yield self._durations.family(name + "duration_seconds", "To the answer's last byte.")
-        yield GaugeMetricFamily(name + "waiting", "Requests in line.", value=self.queue_length())
+        yield CounterMetricFamily(name + "reads", "Relayed parts.", value=self._num_reads)
+        yield self._waits.family(name + "wait_seconds", "Time until a target is chosen.")
+        yield self._first.family(name + "first_byte_seconds", "Time to the first byte.")
+        yield self._durations.family(name + "duration_seconds", "Time to the last byte.")
+        yield GaugeMetricFamily(name + "waiting", "Queued requests.", value=self.queue_length())
         yield GaugeMetricFamily(
             name + "under_way", "Requests under way.", value=self.num_under_way()
         )
         yield _counter(name + "hedges", "Late requests.", ["outcome"], self.hedges)
-        yield CounterMetricFamily(
-            name + "relay_ends", "Ends of processes that relay.", value=self.num_relay_ends
-        )
+        yield CounterMetricFamily(name + "relay_ends", "Ended relays.", value=self.num_relay_ends)
         yield from self._of_caches()
         yield from self._of_shadow()
         yield from self._of_targets()
@@ -158,7 +154,7 @@ class Metrics(Collector):
         yield _counter(
             name + "kv_events", "Batches, replays and faults.", ["kind"], self.caches.counts
         )
-        yield _counter(name + "prompts", "Read for their tokens.", ["outcome"], self.prompts)
+        yield _counter(name + "prompts", "Prompts read for tokens.", ["outcome"], self.prompts)
 
     def _of_shadow(self) -> Iterator[Metric]:
         if self.shadow is None:

@@ -43,7 +43,7 @@ class ProbeOptions:
     url: str = option("address of the server, such as http://127.0.0.1:8000")
     api_key: str = key_option(
         "--api-key",
-        "the server's, where it needs one",
+        "API key, if the server needs one",
         "file with that key",
         "BANASERVE_API_KEY",
         metavar="KEY",
