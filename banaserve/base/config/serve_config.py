@@ -680,7 +680,7 @@ def _check_scaling(config: ServeConfig) -> None:
         return
     if config.orchestrator.mode != "on":
         raise UserError(
-            "--scale-max needs the orchestrator, which adds the instances: give --orchestrator on"
+            "--scale-max needs the orchestrator, which adds the instances: give --orchestrator on too"
         )
     if not 1 <= least <= now <= most:
         raise UserError(
