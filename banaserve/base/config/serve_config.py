@@ -679,9 +679,7 @@ def _check_scaling(config: ServeConfig) -> None:
             raise UserError(f"--scale-min {least} bounds what --scale-max N allows: give that too")
         return
     if config.orchestrator.mode != "on":
-        raise UserError(
-            "--scale-max needs the orchestrator, which adds the instances: give --orchestrator on too"
-        )
+        raise UserError("--scale-max lets the orchestrator scale: give --orchestrator on too")
     if not 1 <= least <= now <= most:
         raise UserError(
             f"--scale-min {least} and --scale-max {most} do not enclose the {now} instances of "
