@@ -15,6 +15,7 @@ from pathlib import Path
 
 import openai
 
+from banaserve.base.errors import UserError
 from banaserve.base.platform.run_dir import find_admin
 from banaserve.contracts.migration_api import Migration, MoveLayers, Return
 from banaserve.frontdoor.admin_client import AdminClient
@@ -94,4 +95,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:  # such as: no server runs
+        raise SystemExit(str(error)) from None

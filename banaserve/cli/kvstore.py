@@ -90,7 +90,7 @@ def _asking() -> Iterator[None]:
     try:
         yield
     except StoreUnavailableError as error:
-        raise UserError(str(error)) from error
+        raise UserError(f"{error}: give --socket (of a server's store: see kvstore.log)") from error
 
 
 def store_rows(stats: StoreStats) -> list[Row]:

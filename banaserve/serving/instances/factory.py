@@ -53,7 +53,7 @@ class InstanceFactory:
         if needed > available:
             raise MigrationError(
                 f"{num_instances} more instances need about {format_size(needed)} of memory and "
-                f"{format_size(available)} are available"
+                f"{format_size(available)} are available: free some, or add fewer"
             )
 
     def make(self, instance_id: InstanceId, role: Role, settings: EngineSettings) -> Instance:
