@@ -25,8 +25,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 
 from banaserve.base.arguments import positive
 from banaserve.base.errors import UserError
@@ -220,18 +218,10 @@ def main(argv: Sequence[str]) -> int:
     limits = {"step_tokens": given.step_tokens, "max_requests": given.max_requests}
     replay = RunReplay(read_run(given.run), profile, limits)
     figures: dict[str, float] = {}
-    table = Table("step times", "CPU, ms", *replay.real, title="errors: mean, p90, p99 (each)")
     for name, (times, host_s) in _compared(given, replay, profile, read_experts(config)).items():
         found = errors(replay.simulated(times, host_s), replay.real, ~replay.fitted)
         figures[f"{name}_host_s"] = host_s
         figures |= {f"{name}_{key}": value for key, value in found.items()}
-        cells = [
-            ", ".join(f"{found[f'{one}_{statistic}']:+.1%}" for statistic in _STATISTICS)
-            + f" ({found[f'{one}_each']:.1%})"
-            for one in replay.real
-        ]
-        table.add_row(name, f"{host_s * 1e3:.1f}", *cells)
-    Console(width=120).print(table)
     samples: Samples = {
         name: ([value], "s" if name.endswith("_host_s") else "relative error")
         for name, value in figures.items()

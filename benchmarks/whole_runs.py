@@ -19,8 +19,6 @@ import csv
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +29,7 @@ from banaserve.base.errors import UserError
 from banaserve_bench.silicon.aiconfigurator import AiconfiguratorTimes
 from banaserve_bench.silicon.costs import EngineConstants
 from banaserve_bench.silicon.linear import Floats, least_squares
+from banaserve_bench.silicon.modelled_engine import package_systems
 from banaserve_bench.silicon.step_times import GpuStepTimes
 from benchmarks.closed_loop import LAUNCHES, ClosedLoop, LoopEngines, RunConstants, Simulated
 from benchmarks.measurement import Measurement, Samples, parser_of
@@ -53,7 +52,6 @@ _TPOT_WEIGHT = 5
 _REWEIGHTED = 20
 _SAME = 0.01
 """Relative error below which runs weigh equally in a fit."""
-_PACKAGE = "aiconfigurator_core"
 CHECKPOINTS: dict[tuple[str, str], tuple[str, dict[str, str]]] = {
     ("meta-llama/Llama-3.1-70B", "fp8"): ("nvidia/Llama-3.1-70B-Instruct-FP8", {}),
     ("meta-llama/Llama-3.1-70B", "fp4"): ("meta-llama/Meta-Llama-3.1-70B", {"gemm": "nvfp4"}),
@@ -202,10 +200,7 @@ def silicon_rows() -> Iterator[dict[str, str]]:
     Raises:
         UserError: The package is not installed.
     """
-    package = find_spec(_PACKAGE)
-    if package is None or package.origin is None:
-        raise UserError("whole runs need aiconfigurator-core: pip install 'banaserve-bench[plan]'")
-    path = Path(package.origin).with_name("systems") / "silicon_sample.csv"
+    path = package_systems() / "silicon_sample.csv"
     with path.open(encoding="utf-8", newline="") as rows:
         yield from csv.DictReader(rows)
 
@@ -213,9 +208,9 @@ def silicon_rows() -> Iterator[dict[str, str]]:
 def _is_usable(row: dict[str, str]) -> bool:
     if (row["backend"], row["mode"]) != ("vllm", "agg"):
         return False
-    width = _number(row, "moe_tp_size") * _number(row, "moe_ep_size")
-    others = _number(row, "pp_size") * _number(row, "attention_dp_size")
-    return others == 1 and width in (1, _number(row, "tp_size"))
+    width = number(row, "moe_tp_size") * number(row, "moe_ep_size")
+    others = number(row, "pp_size") * number(row, "attention_dp_size")
+    return others == 1 and width in (1, number(row, "tp_size"))
 
 
 def _run(row: dict[str, str]) -> WholeRun:
@@ -225,9 +220,9 @@ def _run(row: dict[str, str]) -> WholeRun:
         row["system"],
         row["precision"],
         row["backend_version"],
-        _number(row, "tp_size"),
-        _number(row, "moe_ep_size") > 1,
-        _number(row, "batch_size"),
+        number(row, "tp_size"),
+        number(row, "moe_ep_size") > 1,
+        number(row, "batch_size"),
         int(row["isl"]),
         int(row["osl"]),
         float(row["silicon_ttft_ms"]) / 1e3,
@@ -235,7 +230,7 @@ def _run(row: dict[str, str]) -> WholeRun:
     )
 
 
-def _number(row: dict[str, str], key: str) -> int:
+def number(row: dict[str, str], key: str) -> int:
     """Return a whole number of a row, 1 for none."""
     return max(1, int(float(row[key] or 1)))
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.silicon import is_fitted
-from benchmarks.whole_runs import silicon_rows
+from benchmarks.whole_runs import number, silicon_rows
 
 _NODE_GPUS = 8
 """GPUs of a machine; an aggregated engine is on one."""
@@ -159,7 +159,7 @@ def _workers(row: dict[str, str], role: str) -> EngineGroup:
 
 def _shape(row: dict[str, str], role: str) -> EngineShape:
     tensor, data, experts, of_experts = (
-        max(1, int(float(row[f"{role}{key}"] or 1)))
+        number(row, f"{role}{key}")
         for key in ("tp_size", "attention_dp_size", "moe_ep_size", "moe_tp_size")
     )
     if experts * of_experts > _NODE_GPUS:

@@ -62,8 +62,8 @@ def device_names() -> list[str]:
     """
     return sorted(
         path.stem
-        for path in _systems().glob("*.yaml")
-        if any((_systems() / "data" / path.stem).glob("attention/vllm"))
+        for path in package_systems().glob("*.yaml")
+        if any((package_systems() / "data" / path.stem).glob("attention/vllm"))
     )
 
 
@@ -235,7 +235,7 @@ def _link(device: str, bytes_per_s: float | None) -> Link:
     if bytes_per_s is None:
         import yaml
 
-        node = yaml.safe_load((_systems() / f"{device}.yaml").read_text())["node"]
+        node = yaml.safe_load((package_systems() / f"{device}.yaml").read_text())["node"]
         bytes_per_s = float(min(node["inter_node_bw"], node["pcie_bw"]))
     return Link(bytes_per_s, _SYNC_S, _HOP_S)
 
@@ -278,7 +278,8 @@ def _numbers(version: str) -> list[int]:
     return [int(part) for part in version.split(".") if part.isdecimal()]
 
 
-def _systems() -> Path:
+def package_systems() -> Path:
+    """Return the package's folder of GPUs; raise UserError if the package is not installed."""
     package = find_spec(_PACKAGE)
     if package is None or package.origin is None:
         raise UserError(PACKAGE_MISSING)
@@ -286,4 +287,4 @@ def _systems() -> Path:
 
 
 def _configs() -> list[Path]:
-    return list(_systems().with_name("model_configs").glob("*_config.json"))
+    return list(package_systems().with_name("model_configs").glob("*_config.json"))

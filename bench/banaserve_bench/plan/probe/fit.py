@@ -10,6 +10,9 @@ import numpy as np
 
 from banaserve.orchestrator.control.costs.profile import DecodeSection, PrefillSection
 from banaserve_bench.results.statistics import median
+from banaserve_bench.silicon.linear import least_squares
+
+_LEAST = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +82,4 @@ def fitted(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> lis
     """Return positive coefficients of the least relative error; negative ones are left out."""
     wanted = np.asarray(seconds)
     rows = np.asarray(features, dtype=float) / wanted[:, None]
-    kept = list(range(rows.shape[1]))
-    while True:
-        found, *_ = np.linalg.lstsq(rows[:, kept], np.ones(len(wanted)), rcond=None)
-        if (found > 0).all():
-            break
-        kept.pop(int(np.argmin(found)))
-    whole = [1e-12] * rows.shape[1]
-    for place, value in zip(kept, found, strict=True):
-        whole[place] = float(value)
-    return whole
+    return [max(_LEAST, one) for one in least_squares([*rows.T], np.ones(len(wanted)))]
