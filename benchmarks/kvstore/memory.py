@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,15 +65,31 @@ def plain_memory(num_bytes: int, seed: int | None = None) -> Memory:
 
 
 @contextlib.contextmanager
-def store_daemon(size: str) -> Iterator[Daemon]:
-    """Run a store daemon as a process."""
+def store_daemon(
+    size: str,
+    *options: str,
+    command_of: Callable[[list[str]], list[str]] = list,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Daemon]:
+    """Run a store daemon as a process.
+
+    Args:
+        command_of: Function that returns the command which runs another one, in the same process.
+        environment: Variables in addition to those of this process.
+    """
     readable, writable = os.pipe()
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         path = Path(folder) / "store.sock"
         command = [sys.executable, "-m", "banaserve.kvstore.daemon", "--die-with-parent"]
-        command += ["--socket", str(path), "--size", size, "--ready-fd", str(writable)]
+        command += ["--socket", str(path), "--size", size, "--ready-fd", str(writable), *options]
         log = (Path(folder) / "log").open("w+b")
-        process = subprocess.Popen(command, pass_fds=(writable,), stdout=log, stderr=log)
+        process = subprocess.Popen(
+            command_of(command),
+            pass_fds=(writable,),
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **(environment or {})},
+        )
         os.close(writable)
         try:
             with os.fdopen(readable, "rb") as ready:

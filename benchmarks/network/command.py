@@ -16,11 +16,9 @@ times that time (``above``).
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 from rich.progress import Progress
 
@@ -69,12 +67,11 @@ def _measure(
     task = progress.add_task(f"{gbits:g} Gbit/s", total=given.runs + 1)
     num_bytes = given.blocks * given.block_bytes
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bnet-")))
         network = Network(2)
         stack.callback(network.close)
         for host in network.hosts:
             network.limit(host, gbits * GBIT)
-        store = StoreWay(network.hosts, stack, folder, given.block_bytes, given.blocks)
+        store = StoreWay(network.hosts, stack, given.block_bytes, given.blocks)
         ways: dict[str, StoreWay | StreamWay] = {
             "network": store,
             "tcp": StreamWay(network.hosts, num_bytes),

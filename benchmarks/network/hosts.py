@@ -9,7 +9,6 @@ import ctypes
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,19 +19,6 @@ _NET, _BRIDGE = "10.77.0", "sw0"
 _TICKS_PER_S = 250
 _CLONE_NEWNET = 0x40000000
 T = TypeVar("T")
-_SCAN = """
-import socket, sys
-for port in range(1, 65536):
-    with socket.socket() as sock:
-        if sock.connect_ex((sys.argv[1], port)) == 0:
-            sock.settimeout(10.0)
-            sock.sendall(b"GET / HTTP/1.1\\r\\n\\r\\n" + bytes(100))
-            try:
-                said = sock.recv(4096)
-            except OSError:
-                said = b""
-            print(port, said.hex())
-"""
 _OWN_SHM = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
 
 
@@ -74,25 +60,6 @@ class Host:
 
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(enter).result()
-
-    def scanned(self, address: str) -> dict[int, bytes]:
-        """Return what each open port of another host answers to a page request without a key."""
-        command = self.command([sys.executable, "-c", _SCAN, address])
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        found = (line.partition(" ") for line in said.splitlines())
-        return {int(port): bytes.fromhex(answer) for port, _, answer in found}
-
-    def listening(self) -> set[tuple[str, int]]:
-        """Return addresses and ports of listening TCP sockets."""
-        command = ["ip", "netns", "exec", self.namespace, "cat", "/proc/net/tcp", "/proc/net/tcp6"]
-        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        found = set()
-        for line in lines.splitlines():
-            words = line.split()
-            if len(words) > 3 and words[3] == "0A":
-                address, _, port = words[1].partition(":")
-                found.add((_dotted(address), int(port, 16)))
-        return found
 
 
 class Network:
@@ -161,10 +128,3 @@ class Network:
 
 def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
-def _dotted(address: str) -> str:
-    """Return an address of ``/proc/net/tcp`` in dotted form; of IPv6 the hexadecimal digits."""
-    if len(address) != 8:
-        return address
-    return ".".join(str(int(address[at : at + 2], 16)) for at in (6, 4, 2, 0))

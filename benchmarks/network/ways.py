@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +16,7 @@ from banaserve.base.errors import UserError
 from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.leases import Lookup, Slot
+from benchmarks.kvstore.memory import store_daemon
 from benchmarks.network.hosts import Host
 
 STORE_PORT, STREAM_PORT = 7100, 7200
@@ -37,18 +34,12 @@ class StoreWay:
 
     Args:
         stack: Exit stack that ends the daemons.
-        folder: Folder for sockets and logs.
         block_bytes: Size of a block of all layers.
         num_blocks: Number of blocks of the prompt.
     """
 
     def __init__(
-        self,
-        hosts: Sequence[Host],
-        stack: ExitStack,
-        folder: Path,
-        block_bytes: int,
-        num_blocks: int,
+        self, hosts: Sequence[Host], stack: ExitStack, block_bytes: int, num_blocks: int
     ) -> None:
         source, target = hosts
         self._num_blocks = num_blocks
@@ -66,32 +57,21 @@ class StoreWay:
         self._block = np.random.default_rng(0).integers(0, 256, block_bytes, np.uint8)
         addresses = [f"{host.address}:{STORE_PORT}" for host in hosts]
         self._target_address = addresses[1]
-        self._source = self._client(source, stack, folder, addresses[0], addresses[1])
-        self._target = self._client(target, stack, folder, addresses[1], addresses[0])
+        self._source = self._client(source, stack, addresses[0], addresses[1])
+        self._target = self._client(target, stack, addresses[1], addresses[0])
 
-    def _client(
-        self, host: Host, stack: ExitStack, folder: Path, listen: str, peer: str
-    ) -> StoreClient:
-        path = folder / f"{host.address}.sock"
-        readable, writable = os.pipe()
-        command = [sys.executable, "-m", "banaserve.kvstore.daemon", "--die-with-parent"]
-        command += ["--socket", str(path), "--size", POOL_SIZE, "--ready-fd", str(writable)]
-        command += [f"--listen={listen}", f"--peer={peer}"]
-        with path.with_suffix(".log").open("wb") as log:
-            process = subprocess.Popen(
-                host.command(command),
-                pass_fds=[writable],
-                stdout=log,
-                stderr=log,
-                env={**os.environ, PEER_KEY_VARIABLE: _KEY},
+    def _client(self, host: Host, stack: ExitStack, listen: str, peer: str) -> StoreClient:
+        daemon = stack.enter_context(
+            store_daemon(
+                POOL_SIZE,
+                *(f"--listen={listen}", f"--peer={peer}"),
+                command_of=host.command,
+                environment={PEER_KEY_VARIABLE: _KEY},
             )
-        stack.callback(process.wait)
-        stack.callback(process.kill)
-        os.close(writable)
-        with os.fdopen(readable, "rb") as ready:
-            if not ready.read(1):
-                raise UserError(path.with_suffix(".log").read_text().strip())
-        client = StoreClient(path, self._fingerprint, client_name="bench", timeout_s=10.0)
+        )
+        client = StoreClient(
+            daemon.socket_path, self._fingerprint, client_name="bench", timeout_s=10.0
+        )
         stack.callback(client.close)
         client.connect()
         return client

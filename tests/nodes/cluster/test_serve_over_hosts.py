@@ -15,6 +15,7 @@ from banaserve.contracts.migration_api import MoveLayers, Return
 from benchmarks.network import hosts
 from benchmarks.network.hosts import Network
 from host_cluster import PORT, Cluster
+from host_ports import listening, scanned
 from observing import until
 from streams import Kind, greedy
 
@@ -113,9 +114,9 @@ def test_restarts_on_one_address_are_never_taken_for_what_was_there(
 
 def test_a_scan_of_all_ports_finds_nobody_who_talks(cluster: Cluster) -> None:
     host = cluster.others[0]
-    found = cluster.stranger.scanned(host.address)
+    found = scanned(cluster.stranger, host.address)
     assert PORT in found
-    assert set(found) == {port for where, port in host.listening() if where == host.address}
+    assert set(found) == {port for where, port in listening(host) if where == host.address}
     assert all(answer == b"" or answer.startswith(_TLS_ALERT) for answer in found.values())
     kinds = greedy(2, 2000, 8)
     assert all(len(tokens) == 8 for tokens in cluster.served.asked(kinds))

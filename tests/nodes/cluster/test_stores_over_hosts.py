@@ -14,6 +14,7 @@ import pytest
 from benchmarks.network import hosts
 from benchmarks.network.hosts import Host, Network
 from depth import IS_LONG
+from host_ports import listening, scanned
 from peer_store import SLOT_BYTES, PeerStore, chain
 from store_process import start_store
 from waiting import eventually
@@ -118,7 +119,7 @@ def test_a_scan_of_all_ports_finds_one_that_says_nothing(
 ) -> None:
     there, here = linked
     there_host, _, stranger = network.hosts
-    assert there_host.listening() == {(there_host.address, PORT)}
-    assert stranger.scanned(there_host.address) == {PORT: b""}
+    assert listening(there_host) == {(there_host.address, PORT)}
+    assert scanned(stranger, there_host.address) == {PORT: b""}
     there.write(chain(0, 3))
     assert here.read(chain(0, 3)) == 3
