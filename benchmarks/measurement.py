@@ -105,7 +105,7 @@ def earlier(
         return None
     told = {key: left.options.get(key) for key in options}
     if (left.name.replace("_", "-"), told) != (name, dict(options)):
-        words = ", ".join(f"{key} {value}" for key, value in options.items())
+        words = ", ".join(f"{key} {value}" for key, value in options.items()) or "any options"
         raise UserError(f"{path} is no result of bench {name} with {words}: give another file")
     return left
 

@@ -20,16 +20,16 @@ busy time of a replica over the mean.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from banaserve.base.arguments import Parser, positive
+from banaserve.base.arguments import positive
 from banaserve.base.errors import UserError
 from banaserve_bench.results import result
-from banaserve_bench.results.result import Figure, figure
 from banaserve_route.sim.world import RequestOutcome, simulate
+from benchmarks.measurement import Measurement, Samples, earlier, parser_of
 from benchmarks.routers.cells import SYSTEMS, VARIANTS, RouterCell, cells
 
 DEFAULT = "predicted_latency"
@@ -89,25 +89,25 @@ def regrets(raw: Mapping[str, Any], name: str, column: str) -> list[float]:
     ]
 
 
-def figures(raw: Mapping[str, Any]) -> dict[str, Figure]:
+def figures(raw: Mapping[str, Any]) -> Samples:
     """Return the figures over all cells of ``raw``."""
-    found = {"route_regret_max": figure([max(regrets(raw, DEFAULT, "latency_s"))], "fraction")}
+    found: Samples = {"route_regret_max": ([max(regrets(raw, DEFAULT, "latency_s"))], "fraction")}
     pairs = [(cell["systems"][DEFAULT], cell["systems"][BASELINE]) for cell in raw.values()]
     for place, column in ((0, "latency"), (1, "ttft")):
         worst = max(ours[place] / theirs[place] for ours, theirs in pairs)
-        found[f"{column}_over_{BASELINE}_max"] = figure([worst], "ratio")
+        found[f"{column}_over_{BASELINE}_max"] = [worst], "ratio"
     hits = COLUMNS.index("hits")
     for name, cell in raw.items():
         if name.startswith("agents, below"):
             share = cell["systems"][DEFAULT][hits] / cell["bound"]
-            found[f"hits over bound, {name}"] = figure([share], "fraction")
+            found[f"hits over bound, {name}"] = [share], "fraction"
     for name in (*SYSTEMS, *VARIANTS):
         for column in ("latency_s", "ttft_s"):
             if not (values := regrets(raw, name, column)):
                 continue
             kind = f"{column.removesuffix('_s')}_regret"
-            found[f"{name} {kind}_mean"] = figure([_mean(values)], "fraction")
-            found[f"{name} {kind}_max"] = figure([max(values)], "fraction")
+            found[f"{name} {kind}_mean"] = [_mean(values)], "fraction"
+            found[f"{name} {kind}_max"] = [max(values)], "fraction"
     return found
 
 
@@ -128,45 +128,27 @@ def table(raw: Mapping[str, Any]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = Parser(prog="python -m benchmarks routers", description=__doc__)
-    parser.add_argument("--data", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--seeds", type=positive, default=3)
-    parser.add_argument("--cells", type=positive, help="run so many that the file lacks, then end")
-    parser.add_argument("--json", type=Path)
+    parser = parser_of("routers", __doc__)
+    add = parser.add_argument
+    add("--data", type=Path, required=True, metavar="FOLDER")
+    add("--seeds", type=positive, default=3)
+    add("--cells", type=positive, help="run so many that the file lacks, then end")
     given = parser.parse_args(list(argv))
-    started_at, raw = datetime.now(UTC), _begun(given.json, given.seeds)
-    left = [cell for cell in cells() if cell.name not in raw]
-    for cell in left[: given.cells]:
+    options = {"seeds": given.seeds}
+    left = earlier(given.json, "routers", options)
+    if left is not None and left.commit != result.commit()[0]:
+        raise UserError(f"{given.json} is of another commit: give another file")
+    measurement = Measurement("routers", Namespace(json=given.json, **options))
+    notes = [" ".join(part.split()) for part in str(__doc__).split("\n\n")[2:]]
+    raw = dict(left.raw["outcomes"]) if left else {}
+    for cell in [one for one in cells() if one.name not in raw][: given.cells]:
         raw[cell.name] = run(cell, given.data, given.seeds)
-        record = result.result(
-            "routers",
-            seed=0,
-            options={"seeds": given.seeds},
-            started_at=started_at,
-            figures=figures(raw),
-            notes=[" ".join(part.split()) for part in str(__doc__).split("\n\n")[2:]],
-            raw={"columns": list(COLUMNS), "outcomes": raw},
-        )
-        if given.json is not None:
-            result.write(record, given.json)
+        told = {"columns": list(COLUMNS), "outcomes": raw}
+        measurement.keep(measurement.result(figures(raw), notes, raw=told))
     print(table(raw))
-    for name, one in figures(raw).items():
-        print(f"{name}: {one.median:.3f}")
+    for name, (values, _) in figures(raw).items():
+        print(f"{name}: {values[0]:.3f}")
     return 0
-
-
-def _begun(path: Path | None, seeds: int) -> dict[str, Any]:
-    """Return the cells that ``path`` has.
-
-    Raises:
-        UserError: The file's cells are of another commit, or of other seeds.
-    """
-    if path is None or not path.exists():
-        return {}
-    found = result.read(path)
-    if found.options.get("seeds") != seeds or found.commit != result.commit()[0]:
-        raise UserError(f"{path} has other seeds or is of another commit: give another file")
-    return dict(found.raw["outcomes"])
 
 
 def _mean(values: Sequence[float]) -> float:
