@@ -75,21 +75,15 @@ def figures_of(runs: Runs) -> measurement.Samples:
 
 
 def samples_of(figures: Mapping[str, Figure]) -> Samples:
-    """Return the outcomes by figure, reading, system and rate, in the order of the seeds.
-
-    A system or metric that was not simulated is left out.
-    """
+    """Return the outcomes by figure, reading, system and rate, in the order of the seeds."""
     samples: Samples = {}
     for key in product((f.number for f in FIGURES), READINGS, (*SYSTEMS, *SPLITS), RATES):
         number, reading, _, rate = key
         named = {metric: f"{_name(key)}_{metric}" for metric, _, _ in METRICS}
         named["offered_tokens_per_s"] = _offered_name(number, reading, rate)
-        columns = {
-            metric: figures[name].samples for metric, name in named.items() if name in figures
-        }
-        if "tokens_per_s" in columns:
-            rows = zip(*columns.values(), strict=True)
-            samples[key] = [dict(zip(columns, row, strict=True)) for row in rows]
+        if f"{_name(key)}_tokens_per_s" in figures:  # splits have runs at one rate
+            rows = zip(*(figures[name].samples for name in named.values()), strict=True)
+            samples[key] = [dict(zip(named, row, strict=True)) for row in rows]
     return samples
 
 
@@ -110,13 +104,11 @@ def _offered_name(figure: int, reading: str, rate: float) -> str:
 
 
 def markdown(record: Result) -> str:
-    """Return the page of a result, with the systems and metrics that the result has."""
+    """Return the page of a result."""
     samples = samples_of(record.figures)
     lines = [*_HEAD.splitlines(), "", *(f"- {note}." for note in record.notes)]
-    if missing := ", ".join(name for name in SYSTEMS if name not in _systems(samples)):
-        lines += ["", f"This result has no runs of {missing}."]
     for part in (_summary(samples), _goodput(record, samples), _needed(samples), _splits(samples)):
-        lines += ["", *part] if part else []
+        lines += ["", *part]
     lines.append("")
     for figure in FIGURES:
         lines += [f"## F{figure.name[1:]}", "", f"![]({picture_name(figure)})"]
@@ -129,15 +121,6 @@ def markdown(record: Result) -> str:
 def picture_name(figure: PaperFigure) -> str:
     """Return the name of the file of a figure's plot, beside the page."""
     return f"simulate-paper-figure{figure.number}.svg"
-
-
-def _systems(samples: Samples) -> list[str]:
-    return [name for name in SYSTEMS if any(name == system for _, _, system, _ in samples)]
-
-
-def _metrics(samples: Samples) -> list[tuple[str, str, str]]:
-    found = next(iter(samples.values()))[0]
-    return [one for one in METRICS if one[0] in found]
 
 
 _HEAD = f"""# BanaServe's figures 8 to 11, simulated
@@ -159,16 +142,15 @@ answers were, so there are two readings, *reference* and *capped*:"""
 
 
 def _summary(samples: Samples) -> list[str]:
-    ours = [system for system in _OURS if system in _systems(samples)]
     heading = ["Figure", "Reading"]
     for other, baseline in (("static", "DistServe"), ("colocated", "vLLM")):
-        heading += [*(f"{system} over {other}" for system in ours), f"the paper: over {baseline}"]
+        heading += [*(f"{system} over {other}" for system in _OURS), f"the paper: over {baseline}"]
     table = [[*heading, "below saturation"]]
     for place, cells in _places():
         figure, _ = place
         below: list[float] = []
         for other, paper in (("static", figure.over_static), ("colocated", figure.over_colocated)):
-            for system in ours:
+            for system in _OURS:
                 means = _mean_ratios(samples, place, system, other)
                 cells.append(_span(list(means.values())))
                 if system == "banaserve":
@@ -214,14 +196,11 @@ def _mean_ratios(samples: Samples, place: Place, system: str, other: str) -> dic
 
 
 def _goodput(record: Result, samples: Samples) -> list[str]:
-    systems = _systems(samples)
-    if "goodput_fraction" not in [metric for metric, _, _ in _metrics(samples)]:
-        return []
-    table = [["Figure", "Reading", "limit of TTFT", "limit of TPOT", *systems]]
+    table = [["Figure", "Reading", "limit of TTFT", "limit of TPOT", *SYSTEMS]]
     for place, cells in _places():
         limits = record.raw[limits_name(*place)]
         cells += [f"{limits['ttft_s']:.3g} s", f"{1e3 * limits['tpot_s']:.0f} ms"]
-        for system in systems:
+        for system in SYSTEMS:
             shares = (
                 _mean(_at(samples, place, system, rate), "goodput_fraction") for rate in RATES
             )
@@ -305,7 +284,7 @@ def _most(samples: Samples, place: Place, system: str) -> float:
 
 
 def _splits(samples: Samples) -> list[str]:
-    rate, systems = RATES[-1], (*_systems(samples), *SPLITS)
+    rate, systems = RATES[-1], (*SYSTEMS, *SPLITS)
     table = [["Figure", "Reading", *systems]]
     for place, cells in _places():
         found = (_at(samples, place, system, rate) for system in systems)
@@ -321,11 +300,10 @@ def _splits(samples: Samples) -> list[str]:
 
 
 def _table(samples: Samples, place: Place) -> list[str]:
-    metrics = _metrics(samples)
-    table = [["requests/s", "system", *(f"{words}, {unit}" for _, words, unit in metrics)]]
-    for rate, system in product(RATES, _systems(samples)):
+    table = [["requests/s", "system", *(f"{words}, {unit}" for _, words, unit in METRICS)]]
+    for rate, system in product(RATES, SYSTEMS):
         found = _at(samples, place, system, rate)
-        table.append([f"{rate:g}", system, *(_shown(found, metric) for metric, _, _ in metrics)])
+        table.append([f"{rate:g}", system, *(_shown(found, metric) for metric, _, _ in METRICS)])
     return [f"Reading *{place[1]}*:", "", as_markdown(table)]
 
 
@@ -345,10 +323,9 @@ def _number(value: float) -> str:
 def picture(record: Result, figure: PaperFigure) -> str:
     """Return one figure as SVG: readings as rows, metrics as columns."""
     samples = samples_of(record.figures)
-    metrics = _metrics(samples)
 
     def series(reading: str, metric: str) -> Iterator[Series]:
-        for system in _systems(samples):
+        for system in SYSTEMS:
             found = (_at(samples, (figure, reading), system, rate) for rate in RATES)
             ends = [_interval(one, metric) for one in found]
             points = list(zip(RATES, (one.estimate for one in ends), strict=True))
@@ -357,7 +334,7 @@ def picture(record: Result, figure: PaperFigure) -> str:
     drawn = [
         Plot(f"{words}, {reading} answers", "requests a second", unit, [*series(reading, metric)])
         for reading in READINGS
-        for metric, words, unit in metrics
+        for metric, words, unit in METRICS
     ]
     title = f"Simulated, after the paper's {figure.name}"
-    return plots.svg(PlotGrid(title, drawn, num_columns=len(metrics)))
+    return plots.svg(PlotGrid(title, drawn, num_columns=len(METRICS)))

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from banaserve.sim.request import SimRequest
@@ -119,6 +118,9 @@ def test_the_report_tells_what_is_reached_and_what_is_missing(paper: Any, report
         f"| 9: OPT-13B, alpaca | reference | {limits} | {shares} | 1.00, 1.00, 1.00, 0.80" in text
     )
     assert "for goodput and not for throughput" in text
+    assert "| 1 | banaserve | 50 ± " in text
+    record = recorded(made_up(paper, most))
+    assert "latency, capped answers" in report.picture(record, paper.FIGURES[0])
     figures = report.figures_of(made_up(paper, {}))
     assert figures["fig11_capped_banaserve_20rps_over_static"][0] == [1.0] * 5
     assert figures["fig8_reference_static_1_3_20rps_tokens_per_s"][1] == "tokens/s"
@@ -136,14 +138,3 @@ def test_what_was_run_before_is_not_run_again(
     assert command.kept(path) == {run: {"total_s": 1.5}}
     monkeypatch.setattr(result, "commit", lambda: ("b" * 40, False))
     assert command.kept(path) == {}
-
-
-def test_the_report_of_a_result_without_a_system_or_a_metric(paper: Any, report: Any) -> None:
-    record = recorded([pair for pair in made_up(paper, {}) if pair[0].system != "elastic"])
-    figures = {k: one for k, one in record.figures.items() if "goodput_fraction" not in k}
-    text = re.sub(" +", " ", report.markdown(msgspec.structs.replace(record, figures=figures)))
-    assert "This result has no runs of elastic." in text
-    assert "elastic over static" not in text
-    assert "## Goodput" not in text
-    assert "| 1 | banaserve | 50 ± " in text
-    assert "latency, capped answers" in report.picture(record, paper.FIGURES[0])
