@@ -23,7 +23,6 @@ from banaserve_bench.report import plots, tables
 from banaserve_bench.report.report import facts_of, result_files, systems_of
 from banaserve_bench.results import result
 from banaserve_bench.results.result import Result
-from benchmarks.break_even import page as break_even
 from benchmarks.location import ROOT
 from benchmarks.measured_code import MEASURED, History
 from benchmarks.registry import BENCHMARKS
@@ -51,7 +50,6 @@ _SHOWN = {
 }
 OWN_PAGES: Mapping[str, Callable[[Result], str]] = MappingProxyType(
     {
-        "break-even": break_even.page,
         "simulate-paper": simulate_paper.markdown,
         "simulate-seeds": simulate_seeds.markdown,
     }
@@ -192,10 +190,6 @@ def _name(record: Result) -> str:
 
 def _arguments(record: Result) -> str:
     """Return the option that decides which of a benchmark's questions a result answers."""
-    if record.options.get("constant") is True:
-        return "--constant"
-    if code := record.options.get("code"):
-        return f"--code {'' if code == 'drawn' else code}".rstrip()
     if (part := record.options.get("part", "runs")) != "runs":
         return f"--part {part}"
     profile = record.options.get("pace")

@@ -1,15 +1,14 @@
 """Cells of the comparison: a device and model, lengths, arrivals, a rate and a pair of limits.
 
-``cells(0, ...)`` is the product of all. The committed result is a covering subset of it: cells are
-drawn without replacement, by a fixed seed, so that every level of every factor occurs as often as
-any other, within one; no cell is picked by hand, and none for its outcome.
+The compared cells are a covering subset of the product of all: they are drawn without replacement,
+by a fixed seed, so that every level of every factor occurs as often as any other, within one; no
+cell is picked by hand, and none for its outcome.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -74,12 +73,8 @@ LENGTHS: dict[str, Callable[[Random], tuple[int, int]]] = {
     "summaries 6000/200": _around(6000, 200),
 }
 
-CODE, CODE_TRACE = "code 2000/30", "code trace"
-"""Code completion: drawn with the means of such traces, or from a file; in no covering subset."""
-
-_FILED = (*_TRACED, CODE_TRACE)
-_CODE_FRACTIONS = (0.7, 0.85, 1.0, 1.2)
-_USUAL = 1
+CODE = "code 2000/30"
+"""Code completion, drawn with the means of such traces; in no covering subset."""
 
 _ALL_LENGTHS = {**LENGTHS, CODE: _around(2000, 30)}
 
@@ -123,7 +118,7 @@ class LoadCell(NamedTuple):
 
 
 def cells(how_many: int, traced: bool) -> list[LoadCell]:
-    """Return a covering subset of ``how_many`` cells, see the module; 0 returns all cells."""
+    """Return a covering subset of ``how_many`` cells, see the module."""
     levels: list[Sequence[object]] = [
         tuple(LIMITS),
         (*LENGTHS, *(_TRACED if traced else ())),
@@ -132,11 +127,10 @@ def cells(how_many: int, traced: bool) -> list[LoadCell]:
         range(3),
         range(1, 6),
     ]
-    if not how_many:
-        return [LoadCell(*one) for one in product(*levels) if _makes_sense(LoadCell(*one))]  # type: ignore[arg-type]
     rows = covering(levels, how_many, "cells of the elastic comparison")
     found = [LoadCell(*one) for one in rows]
-    return [one if _makes_sense(one) else one._replace(arrivals="steady") for one in found]
+    # A trace has its own arrivals, which are stretched to the rate.
+    return [one._replace(arrivals="steady") if one.lengths in _TRACED else one for one in found]
 
 
 def covering(
@@ -152,30 +146,6 @@ def covering(
     yield from zip(*columns, strict=True)
 
 
-def code_cells(traced: bool) -> list[LoadCell]:
-    """Return code completion on both devices at 0.7 to 1.2 of saturation, with the usual limits.
-
-    Every fraction has both loads, one on each device: half of all combinations.
-
-    Args:
-        traced: True if the loads are two sections of a trace, instead of drawn lengths that arrive
-            steadily and in bursts.
-    """
-    loads = [("steady", 1), ("steady", 5)] if traced else [("steady", 1), ("bursts", 1)]
-    lengths = CODE_TRACE if traced else CODE
-    return [
-        LoadCell(profile, lengths, arrivals, fraction, _USUAL, seed)
-        for device, profile in enumerate(LIMITS)
-        for number, fraction in enumerate(_CODE_FRACTIONS)
-        for arrivals, seed in [loads[(device + number) % 2]]
-    ]
-
-
-def _makes_sense(cell: LoadCell) -> bool:
-    """Return whether the arrivals suit: a trace has its own, which are stretched to the rate."""
-    return cell.lengths not in _TRACED or cell.arrivals == "steady"
-
-
 class Rows(NamedTuple):
     """Arrival, prompt and output tokens of each request, for several runs of the same requests."""
 
@@ -189,7 +159,7 @@ def sample(cell: LoadCell, count: int, data: Path | None) -> Rows:
     """Return ``count`` requests of the cell's lengths that all arrive at once."""
     draws = Random(f"{cell.lengths} sample")
     most = profiles.load(cell.profile).model.max_context_tokens
-    if cell.lengths in _FILED:
+    if cell.lengths in _TRACED:
         found = _trace(cell.lengths, data)
         picked = [found[n % len(found)] for n in range(count)]
         return Rows([(0.0, *cut(prompt, output, most)) for _, prompt, output in picked])
@@ -207,7 +177,7 @@ def load_of(
     """Return the cell's requests at a mean of ``rate_per_s``."""
     draws = Random(f"{cell.lengths} {cell.arrivals} {cell.seed}")
     most = profiles.load(cell.profile).model.max_context_tokens
-    if cell.lengths in _FILED:
+    if cell.lengths in _TRACED:
         return _stretched(cell, rate_per_s, most, data)
     arrivals = Arrivals(
         duration_s=duration_s,
@@ -238,9 +208,5 @@ def _stretched(cell: LoadCell, rate_per_s: float, most: int, data: Path | None) 
 
 
 def _trace(name: str, data: Path | None) -> list[tuple[float, int, int]]:
-    if name == CODE_TRACE:
-        assert data is not None
-        path = data
-    else:
-        (path, *_) = dataset_files(name, data)
+    (path, *_) = dataset_files(name, data)
     return [(row.at_s, row.prompt_tokens, row.output_tokens) for row in read_trace(path)]

@@ -1,55 +1,52 @@
-"""Figures of the comparison, and its table."""
+"""Figures of the comparison."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import exp, log
 
-from rich.table import Table
-
-from banaserve_bench.results.result import Figure, figure
 from benchmarks.elastic.runs import CellOutcome
+from benchmarks.measurement import Samples
 
 _GQA = "llama-3.1-8b-h100"
 _LEAST = 0.01
 """Minimum goodput in ratios: a lower goodput counts as this value."""
 
 
-def figures(outcomes: Sequence[CellOutcome]) -> dict[str, Figure]:
+def figures(outcomes: Sequence[CellOutcome]) -> Samples:
     """Return all figures, without those that no cell has."""
-    found: dict[str, Figure] = {}
-    regrets = [regret(one) for one in outcomes]
-    totals = [total_regret(one) for one in outcomes]
-    _add(found, "regret", "fraction", regrets)
-    found["regret_max"] = figure([max(regrets)], "fraction")
-    found["regret_mean"] = figure([sum(regrets) / len(regrets)], "fraction")
-    _add(found, "total_regret", "fraction", totals)
-    found["total_regret_max"] = figure([max(totals)], "fraction")
-    found["total_regret_mean"] = figure([sum(totals) / len(totals)], "fraction")
-    _add(found, "colocated_ratio", "ratio", [_over_colocated(one, 2048) for one in outcomes])
-    ratios = [_over_colocated(one, 2048) for one in outcomes]
-    found["colocated_ratio_min"] = figure([min(ratios)], "ratio")
+    found: Samples = {}
+    for name, values in (
+        ("regret", [regret(one) for one in outcomes]),
+        ("total_regret", [total_regret(one) for one in outcomes]),
+    ):
+        found[name] = values, "fraction"
+        found[f"{name}_max"] = [max(values)], "fraction"
+        found[f"{name}_mean"] = [sum(values) / len(values)], "fraction"
+    ratios = [_gain(one, _colocated(one, 2048)) for one in outcomes]
+    found["colocated_ratio"] = ratios, "ratio"
+    found["colocated_ratio_min"] = [min(ratios)], "ratio"
     for profile in dict.fromkeys(one.cell.profile for one in outcomes):
         own = [one for one in outcomes if one.cell.profile == profile]
-        varying = [_gain(one, one.fixed[one.best].goodput) for one in own if one.cell.is_varying]
+        varying = [_over_fixed(one) for one in own if one.cell.is_varying]
         if varying:
-            found[f"varying_gain.{profile}"] = figure([_geometric_mean(varying)], "ratio")
+            found[f"varying_gain.{profile}"] = [_geometric_mean(varying)], "ratio"
     apart = [one for one in outcomes if one.cell.profile == _GQA and not _all_reach_one(one)]
     if apart:
         tuned = [_gain(one, max(_colocated(one, c) for c in (512, 2048))) for one in apart]
         shipped = [_gain(one, _colocated(one, 2048)) for one in apart]
-        found["split_gain"] = figure([_geometric_mean(tuned)], "ratio")
-        found["split_gain_as_shipped"] = figure([_geometric_mean(shipped)], "ratio")
+        found["split_gain"] = [_geometric_mean(tuned)], "ratio"
+        found["split_gain_as_shipped"] = [_geometric_mean(shipped)], "ratio"
     for name in outcomes[0].elastic:
         if name != "elastic":
-            parts = [_gain(one, one.fixed[one.best].goodput, name) for one in outcomes]
-            found[f"without.{name}"] = figure([_geometric_mean(parts)], "ratio")
+            parts = [_over_fixed(one, name) for one in outcomes]
+            found[f"without.{name}"] = [_geometric_mean(parts)], "ratio"
             whole = [_gain(one, one.elastic["elastic"].goodput, name) for one in outcomes]
-            found[f"without_over_whole.{name}"] = figure(whole, "ratio")
-    wholes = [_gain(one, one.fixed[one.best].goodput) for one in outcomes]
-    found["over_best_fixed"] = figure([_geometric_mean(wholes)], "ratio")
-    _add(found, "best_fixed_ratio", "ratio", wholes)
-    _add(found, "changes", "changes", [len(one.elastic["elastic"].changes_s) for one in outcomes])
+            found[f"without_over_whole.{name}"] = whole, "ratio"
+    wholes = [_over_fixed(one) for one in outcomes]
+    found["over_best_fixed"] = [_geometric_mean(wholes)], "ratio"
+    found["best_fixed_ratio"] = wholes, "ratio"
+    found["changes"] = [len(one.elastic["elastic"].changes_s) for one in outcomes], "changes"
     return found
 
 
@@ -64,40 +61,15 @@ def total_regret(one: CellOutcome) -> float:
     return max(0.0, one.elastic["elastic"].total_s / best - 1)
 
 
-def table(outcomes: Iterable[CellOutcome]) -> Table:
-    """Return a table with a row for each cell."""
-    shown = Table(title="goodput, and time to the last token in seconds")
-    for heading in ("cell", "requests", "best fixed", "", "colocated 512", "2048", "elastic", ""):
-        shown.add_column(heading)
-    for one in outcomes:
-        best, own = one.fixed[one.best], one.elastic["elastic"]
-        shown.add_row(
-            one.cell.name,
-            str(one.num_requests),
-            one.best,
-            f"{best.goodput:.3f} in {best.total_s:.0f}",
-            f"{_colocated(one, 512):.3f}",
-            f"{_colocated(one, 2048):.3f}",
-            f"{own.goodput:.3f} in {own.total_s:.0f}",
-            f"{len(own.changes_s)} changes",
-        )
-    return shown
-
-
-def ablation_table(outcomes: Sequence[CellOutcome]) -> Table:
-    """Return a table with a row for each part of the elastic system: results without the part."""
-    shown = Table(title="without a part: goodput over that of the whole")
-    for heading in ("without", "mean", "least", "most", "total time over the whole's"):
-        shown.add_column(heading)
-    for name in outcomes[0].elastic:
-        ratios = [_gain(one, max(one.elastic["elastic"].goodput, _LEAST), name) for one in outcomes]
-        times = [one.elastic[name].total_s / one.elastic["elastic"].total_s for one in outcomes]
-        mean, longer = _geometric_mean(ratios), _geometric_mean(times)
-        words = "nothing" if name == "elastic" else name
-        shown.add_row(
-            words, f"{mean:.3f}", f"{min(ratios):.3f}", f"{max(ratios):.3f}", f"{longer:.3f}"
-        )
-    return shown
+def told(one: CellOutcome) -> str:
+    """Return the outcome of a cell in a line: goodput, and time to the last token."""
+    best, own = one.fixed[one.best], one.elastic["elastic"]
+    return (
+        f"{one.cell.name}, {one.num_requests} requests: elastic {own.goodput:.3f} in "
+        f"{own.total_s:.0f} s with {len(own.changes_s)} changes, {one.best} {best.goodput:.3f} in "
+        f"{best.total_s:.0f} s, colocated {_colocated(one, 512):.3f} with steps of 512 and "
+        f"{_colocated(one, 2048):.3f} with 2048"
+    )
 
 
 def _colocated(one: CellOutcome, chunk: int) -> float:
@@ -109,8 +81,8 @@ def _colocated(one: CellOutcome, chunk: int) -> float:
     return found.goodput
 
 
-def _over_colocated(one: CellOutcome, chunk: int) -> float:
-    return _gain(one, _colocated(one, chunk))
+def _over_fixed(one: CellOutcome, name: str = "elastic") -> float:
+    return _gain(one, one.fixed[one.best].goodput, name)
 
 
 def _gain(one: CellOutcome, over: float, name: str = "elastic") -> float:
@@ -124,7 +96,3 @@ def _all_reach_one(one: CellOutcome) -> bool:
 
 def _geometric_mean(values: Sequence[float]) -> float:
     return exp(sum(log(value) for value in values) / len(values))
-
-
-def _add(found: dict[str, Figure], name: str, unit: str, values: Sequence[float]) -> None:
-    found[name] = figure(list(values), unit)

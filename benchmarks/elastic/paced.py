@@ -18,10 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
-from banaserve.base.arguments import Parser
 from banaserve.base.config.serve_config import MINIATURE
 from banaserve.base.errors import UserError
 from banaserve.base.text.names import check_known
@@ -30,17 +27,17 @@ from banaserve.sim.cluster.cluster import SimCluster
 from banaserve.sim.request import SimRequest
 from banaserve.sim.system import System
 from banaserve_bench.datasets.files import data_folder
-from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
-from banaserve_bench.loadgen.loops import open_loop
+from banaserve_bench.loadgen.client import OpenAiClient, RequestRecord
 from banaserve_bench.loadgen.modelled_time import StretchedClock, modelled_time
-from banaserve_bench.loadgen.servers import banaserve_server, end_on_sigterm
-from banaserve_bench.results import result
-from banaserve_bench.results.result import ModelledTime, commit
+from banaserve_bench.loadgen.servers import banaserve_server
+from banaserve_bench.results.result import ModelledTime, Result, commit
 from banaserve_bench.results.statistics import median
+from banaserve_bench.serving.simulated_requests import send
 from banaserve_bench.serving.timeline import decisions_of
 from banaserve_bench.simulation.run import tallied
 from benchmarks.elastic.paced_cells import CELLS, WARM_UP_S, PacedCell, requests_of
 from benchmarks.elastic.runs import elastic_system
+from benchmarks.measurement import Measurement, Samples, earlier, parser_of
 from benchmarks.paced_requests import num_equal, sampled
 from benchmarks.pacing import PacedRequest
 
@@ -68,47 +65,32 @@ class Served(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = Parser(prog="python -m benchmarks elastic-paced", description=__doc__)
-    parser.add_argument("cell", nargs="*", help=", ".join(one.name for one in CELLS))
-    parser.add_argument("--duration", type=float, default=75.0, help="of the arrivals, modelled s")
-    parser.add_argument("--instances", type=int, default=4)
-    parser.add_argument("--sample", type=int, default=6, help="answers compared with one engine's")
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--json", type=Path)
+    parser = parser_of("elastic-paced", __doc__)
+    add = parser.add_argument
+    add("cell", nargs="*", help=", ".join(one.name for one in CELLS))
+    add("--duration", type=float, default=75.0, help="of the arrivals, modelled s")
+    add("--instances", type=int, default=4)
+    add("--sample", type=int, default=6, help="answers compared with one engine's")
+    add("--data", type=Path)
     given = parser.parse_args(list(argv))
     if given.duration <= WARM_UP_S:
         raise UserError(f"--duration {given.duration:g}: more than the {WARM_UP_S:g} s of warm-up")
     known = {one.name: one for one in CELLS}
     for name in given.cell:
         check_known("cell", name, known)
-    end_on_sigterm()
-    began, console = datetime.now(UTC), Console(width=160)
-    found = _kept(given)
+    measurement = Measurement("elastic-paced", given)
+    left = earlier(given.json, "elastic-paced", {})
+    outcomes = left.raw["outcomes"] if left else {}
+    found = {name: one for name, one in outcomes.items() if one["duration_s"] == given.duration}
     for name in given.cell or known:
         if name not in found:
-            found[name] = _run_cell(given, known[name], console)
-            if given.json is not None:
-                result.write(_result(given, began, found), given.json)  # the next takes minutes
-    console.print(_table(found))
-    result.deliver(_result(given, began, found), given.json)
+            found[name] = _run_cell(given, known[name])
+            measurement.keep(_result(measurement, found))
+    measurement.deliver(_result(measurement, found))
     return 0
 
 
-def _kept(given: argparse.Namespace) -> dict[str, Any]:
-    """Return the cells that an earlier run of the same length has left in the file."""
-    if given.json is None or not given.json.exists():
-        return {}
-    kept = result.read(given.json)
-    if kept.name != "elastic-paced":
-        raise UserError(f"{given.json} is a result of bench {kept.name}: give another file")
-    return {
-        name: one
-        for name, one in kept.raw["outcomes"].items()
-        if one["duration_s"] == given.duration
-    }
-
-
-def _run_cell(given: argparse.Namespace, one: PacedCell, console: Console) -> dict[str, Any]:
+def _run_cell(given: argparse.Namespace, one: PacedCell) -> dict[str, Any]:
     asked = requests_of(one, given.instances, given.duration, data_folder(given.data))
     cell: dict[str, Any] = {
         "duration_s": given.duration,
@@ -117,9 +99,9 @@ def _run_cell(given: argparse.Namespace, one: PacedCell, console: Console) -> di
         "dilation": one.dilation,
     }
     for system in _SYSTEMS:
-        console.print(f"{one.name}: {system}, {len(asked)} requests, {given.duration:g} modelled s")
+        print(f"{one.name}: {system}, {len(asked)} requests, {given.duration:g} modelled s")
         cell[system] = _run_system(given, one, system, asked)
-        console.print(_words(cell[system]))
+        print(_words(cell[system]), flush=True)
     return cell
 
 
@@ -181,24 +163,14 @@ async def _serve(one: PacedCell, options: Sequence[str], asked: Sequence[PacedRe
                     PacedRequest(0.0, ask.prompt[:_WARM_TOKENS], _WARM_TOKENS)
                     for ask in asked[:_WARM_PROMPTS]
                 ]
-                await _send(client, warm_up)
+                await send(client, warm_up, 1.0)
                 began_s = time.time()
-                records = await _send(client, asked)
+                records = await send(client, asked, 1.0)
             told = modelled_time(server.url)
         if told is None:
             raise UserError(f"{server.url} does not say that its time is modelled")
         decisions = decisions_of(log, began_s, one.dilation) if logged else []
     return records, told, decisions
-
-
-async def _send(client: OpenAiClient, asked: Sequence[PacedRequest]) -> list[RequestRecord]:
-    calls = [
-        CompletionCall(
-            str(n), prompt=ask.prompt, max_tokens=ask.output_tokens, extra={"ignore_eos": True}
-        )
-        for n, ask in enumerate(asked)
-    ]
-    return await open_loop(client, calls, [ask.at_s for ask in asked])
 
 
 def served_of(records: Sequence[RequestRecord]) -> list[Served]:
@@ -272,40 +244,26 @@ def _ratios(cell: dict[str, Any], kind: str) -> dict[str, float]:
     }
 
 
-def _result(
-    given: argparse.Namespace, began: datetime, found: dict[str, dict[str, Any]]
-) -> result.Result:
-    figures, modelled = {}, []
+def _result(measurement: Measurement, found: dict[str, dict[str, Any]]) -> Result:
+    figures: Samples = {}
+    modelled = []
     for name, cell in found.items():
         for system in _SYSTEMS:
             told = cell[system]
             modelled.append(msgspec.convert(told["modelled_time"], ModelledTime))
             for kind in ("paced", "simulated"):
                 for metric, unit in _UNITS.items():
-                    key = f"{name}.{system}.{kind}.{metric}"
-                    figures[key] = result.figure([told[kind][metric]], unit)
+                    figures[f"{name}.{system}.{kind}.{metric}"] = [told[kind][metric]], unit
             ratio = told["simulated"]["ttft_mean_s"] / told["paced"]["ttft_mean_s"]
-            figures[f"{name}.{system}.simulated_ttft_ratio"] = result.figure([ratio], "ratio")
+            figures[f"{name}.{system}.simulated_ttft_ratio"] = [ratio], "ratio"
         for kind in ("paced", "simulated"):
             for metric, value in _ratios(cell, kind).items():
-                figures[f"{name}.{kind}.{metric}"] = result.figure([value], "ratio")
+                figures[f"{name}.{kind}.{metric}"] = [value], "ratio"
     for metric in ("goodput_ratio", "tokens_per_s_ratio"):
         least = [_ratios(cell, "paced")[metric] for cell in found.values()]
-        figures[f"{metric}_min"] = result.figure([min(least)], "ratio")
-    return result.result(
-        "elastic-paced",
-        seed=0,
-        options={
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in vars(given).items()
-            if name != "json"
-        },
-        started_at=began,
-        figures=figures,
-        notes=[str(__doc__)],
-        raw={"outcomes": found},
-        modelled_time=modelled,
-    )
+        figures[f"{metric}_min"] = [min(least)], "ratio"
+    raw = {"outcomes": found}
+    return measurement.result(figures, [str(__doc__)], raw=raw, modelled_time=modelled)
 
 
 def _words(told: dict[str, Any]) -> str:
@@ -320,21 +278,3 @@ def _words(told: dict[str, Any]) -> str:
         f"  {'; '.join(shown)}; {overrun:.1%} of the steps late, {told['num_failed']} failed, "
         f"{told['num_equal']} of {told['num_compared']} answers equal"
     )
-
-
-def _table(found: dict[str, dict[str, Any]]) -> Table:
-    """Return a table with a row for each cell."""
-    shown = Table(title="elastic over four colocated engines")
-    for heading in ("cell", "goodput", "colocated", "ratio", "tokens/s ratio", "simulated ratios"):
-        shown.add_column(heading)
-    for name, cell in found.items():
-        paced, simulated = _ratios(cell, "paced"), _ratios(cell, "simulated")
-        shown.add_row(
-            name,
-            f"{cell[ELASTIC]['paced']['goodput']:.3f}",
-            f"{cell[COLOCATED]['paced']['goodput']:.3f}",
-            f"{paced['goodput_ratio']:.3f}",
-            f"{paced['tokens_per_s_ratio']:.3f}",
-            f"{simulated['goodput_ratio']:.3f}, {simulated['tokens_per_s_ratio']:.3f}",
-        )
-    return shown
