@@ -31,7 +31,6 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
     {
         "agents": (*_SERVER, *_PACE, "benchmarks/agents"),
         "break-even": (*_SIMULATOR, "benchmarks/break_even"),
-        "cells": (*_SIMULATOR, "banaserve/orchestrator/planner", "benchmarks/cells"),
         "compare": (
             *_SERVER,
             *_MOVES,
@@ -46,11 +45,6 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
         "handover": (*_REQUESTS, "benchmarks/handover.py"),
         "kvstore": (*_STORE, "benchmarks/kvstore"),
         "migration": (*_MOVES, "benchmarks/migration.py"),
-        "mock-instances": (
-            "banaserve/frontdoor",
-            "banaserve/serving",
-            "benchmarks/mock_instances.py",
-        ),
         "network": (
             "banaserve/kvstore/peers",
             "banaserve/kvstore/daemon/connections",
@@ -70,7 +64,6 @@ MEASURED: Mapping[str, Sequence[str]] = MappingProxyType(
             "benchmarks/plan",
         ),
         "prefix-ttft": (*_REQUESTS, "benchmarks/prefix_ttft.py"),
-        "rebalancing": (*_REQUESTS, *_PACE, "banaserve/orchestrator", "benchmarks/rebalancing.py"),
         "recovery": (*_REQUESTS, "banaserve/serving/instances", "benchmarks/recovery"),
         "router": ("route/banaserve_route/balancer", "banaserve/base/net", "benchmarks/router"),
         "routers": (

@@ -15,10 +15,6 @@ BENCHMARKS = {
         "benchmarks.break_even.command",
         "Under which model, batch, link and limits do moved modules pay more than a switch?",
     ),
-    "cells": Benchmark(
-        "benchmarks.cells.command",
-        "What of the control plane grows how with instances, requests and cells?",
-    ),
     "demo": Benchmark("benchmarks.demo", "What does it look like when the load swings?"),
     "elastic": Benchmark(
         "benchmarks.elastic.command",
@@ -50,9 +46,6 @@ BENCHMARKS = {
     "migration": Benchmark(
         "benchmarks.migration", "What does moving layers and heads take, and bring?"
     ),
-    "mock-instances": Benchmark(
-        "benchmarks.mock_instances", "What do 200 instances cost one front door, and is one lost?"
-    ),
     "network": Benchmark(
         "benchmarks.network.command",
         "What share of a link between two hosts do KV blocks reach?",
@@ -79,10 +72,6 @@ BENCHMARKS = {
     "recovery": Benchmark(
         "benchmarks.recovery.command",
         "How long does a stream pause when its instance is killed, beside recomputing?",
-    ),
-    "rebalancing": Benchmark(
-        "benchmarks.rebalancing",
-        "What do streams gain that move from an overloaded instance to idle ones?",
     ),
     "results": Benchmark(
         "benchmarks.results_page", "What do all committed results say, as pages with plots?"

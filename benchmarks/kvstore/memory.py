@@ -18,11 +18,12 @@ import numpy.typing as npt
 
 import banaserve._native as _native
 from banaserve.base.errors import UserError
+from banaserve.base.platform import linux
 from banaserve.kvstore.client.channel import StoreChannel
 from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
 from banaserve.kvstore.leases import Slot
-from banaserve.kvstore.pool import PoolView, populate
+from banaserve.kvstore.pool import PoolView
 
 MIB = 2**20
 NUM_LAYERS = 32
@@ -142,7 +143,7 @@ class PoolBench:
         )
         self.client.connect()
         self._view: PoolView = self.client.view()
-        populate(self._view.memory)
+        linux.populate(self._view.memory.ctypes.data, self._view.memory.size)
         self._request_bytes = num_blocks * block_bytes
         self._num_turns = max(2, -(-ring_bytes // self._request_bytes))
         # Each request is kept layer by layer, as an engine has a cache for each layer.

@@ -90,12 +90,3 @@ def test_a_result_of_an_unknown_benchmark_is_named(tmp_path: Path) -> None:
     (tmp_path / "paced.json").write_text(json.dumps(source))
     with pytest.raises(UserError, match="paced"):
         results_page.page(tmp_path)
-
-
-@pytest.mark.parametrize(("code", "typed"), [("drawn", "--code"), ("mine.csv", "--code mine.csv")])
-def test_the_command_of_code_completion_is_what_was_typed(
-    code: str, typed: str, tmp_path: Path
-) -> None:
-    source = json.loads((results_page.RESULTS / "elastic.json").read_text())
-    (tmp_path / "elastic-code.json").write_text(json.dumps(source | {"options": {"code": code}}))
-    assert f"`make bench NAME=elastic ARGS='{typed}'`" in results_page.page(tmp_path)
