@@ -23,6 +23,7 @@ from banaserve_bench.report import plots, tables
 from banaserve_bench.report.report import facts_of, result_files, systems_of
 from banaserve_bench.results import result
 from banaserve_bench.results.result import Result
+from benchmarks.break_even import page as break_even
 from benchmarks.location import ROOT
 from benchmarks.measured_code import MEASURED, History
 from benchmarks.registry import BENCHMARKS
@@ -50,6 +51,7 @@ _SHOWN = {
 }
 OWN_PAGES: Mapping[str, Callable[[Result], str]] = MappingProxyType(
     {
+        "break-even": break_even.page,
         "simulate-paper": simulate_paper.markdown,
         "simulate-seeds": simulate_seeds.markdown,
     }
