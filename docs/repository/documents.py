@@ -33,6 +33,7 @@ OTHERS = {
         "--quantization",
     ),
     *("--scheduling-policy", "--compilation-config", "--no-enable-prefix-caching"),
+    *("--max-num-queued-reqs", "--max-num-queued-tokens"),
     *("--gpu-memory-utilization", "--kv-cache-memory-bytes"),
     *("--enable-prompt-tokens-details", "--enforce-eager", "--no-enforce-eager"),
     "--attention-backend",
