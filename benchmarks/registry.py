@@ -15,7 +15,7 @@ BENCHMARKS = {
         "benchmarks.break_even.command",
         "Under which model, batch, link and limits do moved modules pay more than a switch?",
     ),
-    "demo": Benchmark("benchmarks.demo", "What does it look like when the load swings?"),
+    "demo": Benchmark("benchmarks.demo", "What does the page show when the load swings?"),
     "elastic": Benchmark(
         "benchmarks.elastic.command",
         "Does the elastic policy keep up with the best fixed arrangement in hindsight?",
@@ -29,13 +29,13 @@ BENCHMARKS = {
         "Is the elastic system ever slower than plain engines on modelled GPUs?",
     ),
     "front": Benchmark("benchmarks.front", "What does the front door cost beside vLLM's own?"),
-    "gpu-kit": Benchmark(
-        "benchmarks.gpu.kit", "What does a GPU machine without a network have to be brought?"
-    ),
+    "gpu-kit": Benchmark("benchmarks.gpu.kit", "What does a GPU machine without a network lack?"),
     "gpu-report": Benchmark(
-        "benchmarks.gpu.report", "What does a GPU say to all of it, in one page?"
+        "benchmarks.gpu.report", "What do all checks show that need a GPU, in one page?"
     ),
-    "handover": Benchmark("benchmarks.handover", "What does a request cost that is handed over?"),
+    "handover": Benchmark(
+        "benchmarks.handover", "What does a hand-over from prefill to decode cost?"
+    ),
     "kernels": Benchmark(
         "benchmarks.kernel_bandwidth.__main__",
         "How near do the kernels come to the GPU's bandwidth?",
@@ -85,7 +85,7 @@ BENCHMARKS = {
     ),
     "served": Benchmark(
         "benchmarks.served",
-        "Are answers those of plain vLLM while modules move, on whatever device this is?",
+        "Does this device give the answers of plain vLLM while modules move?",
     ),
     "silicon": Benchmark(
         "benchmarks.silicon",
