@@ -93,7 +93,10 @@ def client(serving: list[Any] | None = None, **model: Any) -> Any:
         serving=lambda: serving or [],
         taking=taking,
         instances=dict(enumerate(serving or [])),
+        has_failed=False,
     )
+    limits = SimpleNamespace(max_num_queued_reqs=None, max_num_queued_tokens=None)
+    made.vllm_config = SimpleNamespace(scheduler_config=limits)
     made._lasting, made._calling, made._gate = LastingCalls(), asyncio.Lock(), Gate()
     made._sequences = {}
     made._router = SimpleNamespace(
@@ -298,9 +301,8 @@ async def test_limits_of_waiting_requests_are_of_all_instances(
     most_requests: int | None, most_tokens: int | None, n: int, error: type[Exception] | None
 ) -> None:
     made = client()
-    limits = SimpleNamespace(max_num_queued_reqs=most_requests, max_num_queued_tokens=most_tokens)
-    made.vllm_config = SimpleNamespace(scheduler_config=limits)
-    made._cluster.has_failed = False
+    limits = made.vllm_config.scheduler_config
+    limits.max_num_queued_reqs, limits.max_num_queued_tokens = most_requests, most_tokens
     made._sequences = {1: [await prepared(made, 4)], 2: [await prepared(made, 5)]}
     with nullcontext() if error is None else pytest.raises(error):
         made.check_admission(n)

@@ -95,7 +95,7 @@ def test_a_chrome_trace_has_every_step_and_request(
         (["alpaca", "--rps", "2", "--pd", "1:1", "--instances", "4"], "one of --pd, --instances"),
         (["alpaca", "--rps", "2", "--pd", "1:1", "--colocated", "4"], "one of --pd, --instances"),
         (["alpaca", "--rps", "2", "--instances", "1"], "the static system needs 2 instances"),
-        (["bursts", "--instances", "4"], "the case has its own"),
+        (["bursts", "--instances", "4"], "--instances has no effect on a case"),
         (["alpaca", "--rps", "2", "--slo-ttft", "0"], "ttft_s is 0"),
         (["alpaca", "--rps", "many"], "--rps"),
         (["bursts", "--chrome-trace", "/nowhere/x.json"], "cannot write /nowhere/x.json"),

@@ -24,6 +24,14 @@ FULL_LOAD_S = 1.0
 users accept (our choice)."""
 
 
+def fresh_report(view: InstanceView, now_s: float, stale_after_s: float) -> InstanceReport | None:
+    """Return the report of ``view``; None if it is missing or stale."""
+    report = view.report
+    if report is None or now_s - report.at_s > stale_after_s:
+        return None
+    return report
+
+
 def published_load(report: InstanceReport) -> float:
     """Return the load of BanaServe Eq. 37, in [0, 2]: U_p = C_p / C_p^max + M_p / M_p^max.
 
@@ -82,9 +90,7 @@ class LoadModel(NamedTuple):
 
     def report(self, view: InstanceView) -> InstanceReport | None:
         """Return the report of ``view`` if it is fresh, else None."""
-        report = view.report
-        is_fresh = report is not None and self.now_s - report.at_s <= self.stale_after_s
-        return report if is_fresh else None
+        return fresh_report(view, self.now_s, self.stale_after_s)
 
     def tokens_per_s(self, view: InstanceView) -> float:
         """Return the measured prefill speed of ``view``, or the assumed one; above 0."""
