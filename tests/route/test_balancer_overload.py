@@ -150,6 +150,22 @@ async def test_heads_are_bounded(house):
             assert (await caller.reply()).status == 431
 
 
+async def test_a_browser_asks_without_a_key_and_is_not_known_for_it(house):
+    replica = await house.replica()
+    told = LimitSettings(max_connections=1)
+    await house.balance(replica, api_keys=("good",), limits=told)
+    caller = await house.caller()
+    preflight = b"OPTIONS /v1/chat/completions HTTP/1.1\r\nHost: b\r\n"
+    await caller.send(preflight + b"Access-Control-Request-Method: POST\r\n\r\n")
+    assert (await caller.reply()).status == 200
+    [asked] = replica.asked
+    assert asked.field("access-control-request-method") == "POST"
+    other = await house.caller()  # takes the place of the one that has shown no key
+    assert await is_closed(caller)
+    await other.send(preflight + b"Content-Length: 1\r\n\r\nx")
+    assert (await other.reply()).status == 401
+
+
 async def test_bodies_without_a_key_take_no_places(house):
     async with known_stream(
         house, max_requests=3, max_buffered="4KiB", max_body="1KiB"

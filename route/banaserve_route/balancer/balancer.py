@@ -219,8 +219,8 @@ class Balancer(RequestHandler):
     def check_head(self, client: Client, message: ClientRequest) -> None:
         if self._checks.is_own(message):
             return
-        self._checks.check_key(message)
-        self.connections.authenticated(client, client.peer)
+        if self._checks.check_key(message):
+            self.connections.authenticated(client, client.peer)
         if not self._checks.is_passed(message):
             return
         # Reading a small body costs less than a new connection after a refusal.

@@ -43,8 +43,12 @@ class HeadChecks:
             check_key(self._admin_keys, message)
         return True
 
-    def check_key(self, message: ClientRequest) -> None:
+    def check_key(self, message: ClientRequest) -> bool:
         """Check that ``message`` shows a client's key, or that of a peer if it comes from one.
+
+        Returns:
+            True if the client is known: its key is right, or none is needed. False for a preflight,
+            which needs no key.
 
         Raises:
             RequestRefusedError: It shows no such key.
@@ -52,8 +56,11 @@ class HeadChecks:
         if PEER_FIELD in message.seen:
             # Another balancer has checked the client's key.
             check_peer(self._peer_keys, message)
+        elif message.is_preflight and self._keys:
+            return False
         else:
             check_key(self._keys, message)
+        return True
 
     def is_passed(self, message: ClientRequest) -> bool:
         """Return whether ``message`` is for a replica, and not a peer's question to the balancer.

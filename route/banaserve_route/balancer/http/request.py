@@ -126,6 +126,11 @@ class ClientRequest:
         return self._size
 
     @property
+    def is_preflight(self) -> bool:
+        """True for a question without a body, which browsers ask before they send a key (CORS)."""
+        return self.method == b"OPTIONS" and not (self.announced_bytes or self._is_chunked)
+
+    @property
     def session(self) -> str:
         """Return the session that the client names; empty if it names none."""
         return self.seen.get(b"x-session-id", b"")[:256].decode("latin-1")

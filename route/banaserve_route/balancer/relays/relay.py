@@ -215,8 +215,7 @@ class RelayProcess(asyncio.Protocol):
     def check_head(self, client: ClientConnection, message: ClientRequest) -> None:
         if self._checks.is_own(message):
             return
-        self._checks.check_key(message)
-        if client not in self._known:
+        if self._checks.check_key(message) and client not in self._known:
             self._known.add(client)
             self.send(ClientKnown(self._numbers[client]))
         self._checks.is_passed(message)
