@@ -283,6 +283,10 @@ class Load:
             return "refused"
         except httpx.TransportError:
             return "cut"
+        except AttributeError as error:
+            if "getpeername" not in str(error):
+                raise
+            return "refused"  # anyio asks for the peer of a connection that was reset at once
         if lines[-1] != "data: [DONE]":
             assert "error" in json.loads(lines[-1].removeprefix("data: ")), lines
             return "cut"
