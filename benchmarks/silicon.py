@@ -64,6 +64,12 @@ GPUS = {
     "NVIDIA RTX PRO 6000 Blackwell Server Edition": (97_887, "rtx_pro_6000_server"),
 }
 """Memory in MiB, and name in aiconfigurator-core, by what nvidia-smi calls the GPU."""
+_NOT_PARALLEL = {
+    "data_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "enable_expert_parallel": False,
+}
+"""Options of vLLM by their values without parallelism of that kind."""
 _MEMORY_FRACTION = 0.9
 _OTHER_BYTES = 1.5 * 2**30
 """Memory of activations, CUDA graphs and the driver, for steps of 2,048 tokens (estimate)."""
@@ -239,8 +245,8 @@ def with_told(given: argparse.Namespace) -> argparse.Namespace:
     """
     of_gpu = _told(given.operators, r"_tp\d+", "_meta.yaml")
     of_run = _told(given.run, r"\.jsonl(\.zst)?", "_meta.json").get("engine_kwargs", {})
-    for name in ("data_parallel_size", "pipeline_parallel_size", "enable_expert_parallel"):
-        if (value := int(of_run.get(name) or 0)) > (name != "enable_expert_parallel"):
+    for name, usual in _NOT_PARALLEL.items():
+        if (value := of_run.get(name, usual)) != usual:
             raise UserError(f"{given.run}: {name} is {value}: only tensor parallelism is replayed")
     memory_mib, system = GPUS.get(str(of_gpu.get("gpu")), (None, None))
     model = of_gpu.get("model")

@@ -366,13 +366,14 @@ class DisaggregatedClient(EngineClient):
             raise GracefulHTTPError(
                 "all instances have failed; see the server's log", HTTPStatus.SERVICE_UNAVAILABLE
             )
-        limits, under_way = self.vllm_config.scheduler_config, [*self._under_way()]
+        limits = self.vllm_config.scheduler_config
         most, most_tokens = limits.max_num_queued_reqs, limits.max_num_queued_tokens
-        if most is not None and len(under_way) + n > most:
+        if most is not None and sum(1 for _ in self._under_way()) + n > most:
             raise QueueOverflowError
-        waiting = (one.num_prompt_tokens for one in under_way if not one.progress)
-        if most_tokens is not None and sum(waiting) >= most_tokens:
-            raise MaxQueuedTokensError
+        if most_tokens is not None:
+            waiting = (one.num_prompt_tokens for one in self._under_way() if not one.progress)
+            if sum(waiting) >= most_tokens:
+                raise MaxQueuedTokensError
 
     # ---- methods that go to every instance
 

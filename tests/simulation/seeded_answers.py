@@ -16,9 +16,9 @@ class ClientRequest:
 
     Attributes:
         pause_s: Longest wait between two outputs that it reads.
-        leaves_after: It hangs up after so many outputs; None reads to the end.
-        leaves_after_s: It hangs up then, whatever has come.
-        aborts_after_s: It asks for the end by the request's id.
+        leaves_after: Number of outputs after which it hangs up; None to read to the end.
+        leaves_after_s: Time after which it hangs up, whatever has come; None for never.
+        aborts_after_s: Time after which it aborts the request by its id; None for never.
     """
 
     name: str
