@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from vllm.exceptions import VLLMValidationError
-from vllm.v1.engine import async_llm
+from vllm.v1.engine import EngineCoreReadyResponse, async_llm
 from vllm.v1.worker import block_table
 
 import small_model
@@ -35,6 +35,11 @@ def lent(config: VllmConfig) -> Iterator[object]:
     made = lent_renderer(config)
     yield made
     made.shutdown()
+
+
+def test_engines_answers_are_described_before_clients_connect_on_threads() -> None:
+    # Of two threads that describe a type to msgspec at once, one crashes with the other's half.
+    assert "__msgspec_cache__" in vars(EngineCoreReadyResponse)
 
 
 def test_clients_have_the_front_doors_renderer(config: VllmConfig, lent: object) -> None:

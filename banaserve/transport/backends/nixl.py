@@ -44,6 +44,10 @@ class Access(msgspec.Struct, frozen=True, array_like=True):
     place: NixlMemory
 
 
+# At import: several threads use it, and msgspec publishes a type before it is complete.
+_decoder = msgspec.msgpack.Decoder(Access)
+
+
 class NixlTransport(GrantedTransport):
     """Transport with one agent for the process, started at its first use in about a second.
 
@@ -70,7 +74,7 @@ class NixlTransport(GrantedTransport):
 
     def _meet(self, data: bytes, staging: Memory, check_peer: Callable[[], None]) -> Mover:
         try:
-            access = msgspec.msgpack.decode(data, type=Access)
+            access = _decoder.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise PeerGoneError(f"the peer breaks the protocol: {error}") from None
         return _Peer(self._agent(), access, staging, self._place)

@@ -36,6 +36,10 @@ class Rendezvous(msgspec.Struct, frozen=True, array_like=True):
     port: int
 
 
+# At import: several threads use it, and msgspec publishes a type before it is complete.
+_decoder = msgspec.msgpack.Decoder(Rendezvous)
+
+
 class TorchDistributedTransport(GrantedTransport):
     """Transport by gloo, with a group of two ranks for each region that a peer opens."""
 
@@ -49,7 +53,7 @@ class TorchDistributedTransport(GrantedTransport):
 
     def _meet(self, data: bytes, staging: Memory, check_peer: Callable[[], None]) -> Mover:
         try:
-            where = msgspec.msgpack.decode(data, type=Rendezvous)
+            where = _decoder.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise PeerGoneError(f"the peer breaks the protocol: {error}") from None
 

@@ -12,8 +12,9 @@ import weakref
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 from vllm.tokenizers.registry import cached_get_tokenizer
-from vllm.v1.engine import async_llm
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreReadyResponse, async_llm
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.stats import IterationStats
 
@@ -105,6 +106,10 @@ def _key(config: VllmConfig) -> tuple[Any, ...]:
 
 
 async_llm.renderer_from_config = _shared_renderer  # type: ignore[assignment]
+# msgspec publishes the description of a type before it is complete. A client that connects on one
+# thread would decode with the half of it that another thread has made so far, and crash.
+for _kind in (EngineCoreReadyResponse, EngineCoreOutputs):
+    msgspec.msgpack.Decoder(_kind)
 # Otherwise the entry points of all installed packages are read again for each client.
 async_llm.load_stat_logger_plugin_factories = functools.cache(
     async_llm.load_stat_logger_plugin_factories
