@@ -36,7 +36,7 @@ OTHERS = (
     "kill_stream",
     "garbage",
 )
-STATUSES = {200, 413, 429, 500, 502, 503, 505}
+STATUSES = {200, 413, 429, 500, 502, 503}
 
 
 class Anything:

@@ -86,25 +86,6 @@ async def test_interim_answers_are_many_without_depth(house):
     assert sum(one.num_broken for one in balancer.targets.values()) == 0
 
 
-async def test_a_client_of_an_old_version_opens_no_circuit(house):
-    async def stream(asked):
-        await asked.begin_stream()
-        await asked.event("a")
-
-    replica = await house.replica(stream)
-    balancer = await house.balance(replica)
-    for _ in range(4):
-        caller = await house.caller()
-        await caller.send(b"POST /v1/completions HTTP/1.0\r\nContent-Length: 2\r\n\r\n{}")
-        reply = await caller.reply()
-        assert reply.status == 505
-        assert "HTTP/1.1" in reply.json["error"]["message"]
-    [target] = balancer.targets.values()
-    assert len(replica.asked) == 4
-    assert target.num_broken == 0
-    assert not target.breaker.is_open
-
-
 async def test_a_shorter_time_limit_holds_behind_requests_with_a_longer_one(house):
     async def hold(asked):
         await asked.until_gone()

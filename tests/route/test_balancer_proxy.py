@@ -297,10 +297,47 @@ async def test_a_client_of_http_10_gets_its_answer_and_the_end(house):
     replica = await house.replica()
     await house.balance(replica)
     caller = await house.caller()
-    await caller.send(b"GET /v1/models HTTP/1.0\r\n\r\n")
-    assert (await caller.reply()).status == 200
+    await caller.send(b"GET /v1/models HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+    reply = await caller.reply()
+    assert (reply.status, reply.fields["connection"]) == (200, "close")
     assert await caller.reader.read() == b""
-    assert replica.asked[0].line == "GET /v1/models HTTP/1.0"
+    assert replica.asked[0].line == "GET /v1/models HTTP/1.1"
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models"])
+async def test_no_connection_of_a_client_of_http_10_persists(house, path):
+    await house.balance(await house.replica())
+    caller = await house.caller()
+    await caller.send(b"GET %b HTTP/1.0\r\nConnection: keep-alive\r\n\r\n" % path.encode())
+    assert (await caller.reply()).fields["connection"] == "close"
+    assert await caller.reader.read() == b""
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+async def test_a_client_of_http_10_gets_a_stream_without_chunks(house, is_whole):
+    async def stream(asked):
+        await asked.begin_stream()
+        for number in range(3):
+            await asked.event(f"{number}")
+        await (asked.end_stream() if is_whole else asked.until_gone())
+
+    replica = await house.replica(stream)
+    balancer = await house.balance(replica)
+    caller = await house.caller()
+    await caller.send(b"POST /v1/completions HTTP/1.0\r\nContent-Length: 2\r\n\r\n{}")
+    status, fields = await caller.head()
+    assert (status, fields["connection"]) == (200, "close")
+    assert "transfer-encoding" not in fields
+    body = b"".join(b"data: %d\n\n" % number for number in range(3))
+    assert await caller.reader.readexactly(len(body)) == body
+    if is_whole:
+        assert await caller.reader.read() == b""
+    else:
+        replica.stop()
+        with pytest.raises(ConnectionResetError):
+            await caller.reader.read()
+    [target] = balancer.targets.values()
+    assert target.breaker.num_opened == 0
 
 
 async def test_an_answer_to_head_has_no_body(house):

@@ -259,7 +259,7 @@ class Balancer(RequestHandler):
             client.write(self._answer(message, closes=not client.can_go_on))
             client.done(message)
             return None
-        if message.is_http10 or self.is_leaving:
+        if self.is_leaving:
             client.can_go_on = False
         was_forwarded = PEER_FIELD in message.seen
         tenant = None if was_forwarded else self._tenants.of(message)

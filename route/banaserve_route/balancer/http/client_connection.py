@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections import deque
 from collections.abc import Collection, Hashable
+from socket import SO_LINGER, SOL_SOCKET
 from time import monotonic
 from typing import Protocol, cast
 
@@ -25,6 +27,7 @@ KEEP_ALIVE_S = 75.0
 _LINGER_S, _FLUSH_S = 2.0, 0.05
 UNREAD_S = 75.0
 _CHUNK_LINES_BYTES = 64
+_RESETS = struct.pack("ii", 1, 0)
 
 
 class ActiveRequest(Protocol):
@@ -67,9 +70,9 @@ class Client(Protocol):
         ...
 
     def exchange(
-        self, pool: ConnectionPool, parts: list[bytes], sink: Sink, to_head: bool
+        self, pool: ConnectionPool, message: ClientRequest, fields: bytes, sink: Sink
     ) -> Exchange:
-        """Send the client's request to the server of ``pool``; its answer goes to ``sink``."""
+        """Send ``message`` with ``fields`` to the server of ``pool``; ``sink`` gets the answer."""
         ...
 
     def sweep(self, now_s: float) -> None:
@@ -346,12 +349,12 @@ class ClientConnection(asyncio.Protocol):
     def abort(self) -> None:
         """Break the connection, so that half an answer is not mistaken for a complete one."""
         self._active = None
-        self._transport.abort()
+        self.evict()
 
     def exchange(
-        self, pool: ConnectionPool, parts: list[bytes], sink: Sink, to_head: bool
+        self, pool: ConnectionPool, message: ClientRequest, fields: bytes, sink: Sink
     ) -> Exchange:
-        return ReplicaExchange(pool, parts, sink, to_head)
+        return ReplicaExchange(pool, message, fields, sink)
 
     # Time limits, back-pressure, closing.
 
@@ -375,6 +378,10 @@ class ClientConnection(asyncio.Protocol):
 
     def evict(self) -> None:
         """Make way for another connection."""
+        if not self._transport.is_closing():
+            # A reset: a body that ends with its connection would seem complete after a usual end.
+            connection = self._transport.get_extra_info("socket")
+            connection.setsockopt(SOL_SOCKET, SO_LINGER, _RESETS)
         self._transport.abort()
 
     def leave_if_idle(self) -> None:

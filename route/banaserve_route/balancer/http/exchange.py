@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Protocol
 
 from banaserve.base.net.sockets import is_own_fault
@@ -10,6 +11,14 @@ from banaserve_route.balancer.http.replica_connection import (
     ConnectionPool,
     ReplicaConnection,
     Sink,
+)
+from banaserve_route.balancer.http.request import ClientRequest
+from banaserve_route.balancer.http.response import (
+    BodyEnd,
+    ChunkDecoder,
+    ResponseHead,
+    UntilClose,
+    without,
 )
 
 
@@ -36,13 +45,16 @@ class ReplicaExchange:
 
     __slots__ = ("_connecting", "_is_over", "_pool", "_upstream")
 
-    def __init__(self, pool: ConnectionPool, parts: list[bytes], sink: Sink, to_head: bool) -> None:
+    def __init__(
+        self, pool: ConnectionPool, message: ClientRequest, fields: bytes, sink: Sink
+    ) -> None:
         """
         Args:
-            parts: Bytes of the whole request.
+            fields: Header lines that only this hop needs.
             sink: Receiver of the answer.
-            to_head: True for a HEAD request.
         """
+        parts, to_head = message.parts(fields), message.method == b"HEAD"
+        sink = _WithoutChunks(sink) if message.is_http10 else sink
         self._pool, self._is_over = pool, False
         self._connecting: asyncio.Task[None] | None = None
         self._upstream: ReplicaConnection | None = pool.take()
@@ -86,3 +98,26 @@ class ReplicaExchange:
     def resume(self) -> None:
         if self._upstream is not None:
             self._upstream.resume()
+
+
+class _WithoutChunks:
+    """Sink for a client of HTTP/1.0, which cannot read chunks: the body ends by the connection."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self._decoder: ChunkDecoder | None = None
+        self.on_end, self.on_broken = sink.on_end, sink.on_broken
+
+    def on_head(self, head: ResponseHead, data: bytes) -> None:
+        if head.body.ends_by is BodyEnd.LAST_CHUNK:
+            self._decoder = ChunkDecoder()
+            data = self._decoder.decode(data)
+            head = replace(head, body=UntilClose(), is_events=False)
+        lines = without(head.lines, {b"transfer-encoding"})
+        self._sink.on_head(replace(head, lines=lines), data)
+
+    def on_body(self, data: bytes) -> None:
+        if self._decoder is not None:
+            data = self._decoder.decode(data)
+        if data:
+            self._sink.on_body(data)

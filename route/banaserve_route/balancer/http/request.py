@@ -200,10 +200,12 @@ class ClientRequest:
         Raises:
             RequestRefusedError: The head is not one that may be passed on.
         """
-        self.method, self.keep_alive = method, keep_alive
+        self.method = method
         if version not in ("1.1", "1.0"):
             raise RequestRefusedError(505, "HTTP/1.1 only")
         self.is_http10 = version == "1.0"
+        # RFC 9112, 9.3: clients of HTTP/1.0 and proxies do not agree on when a connection persists.
+        self.keep_alive = keep_alive and not self.is_http10
         if self._num_hosts > 1 or (self._num_hosts == 0 and not self.is_http10):
             raise RequestRefusedError(400, "exactly one Host header field is needed")
         if self.is_http10 and self._is_chunked:
@@ -245,8 +247,7 @@ class ClientRequest:
         Args:
             fields_for_target: Header lines that only this hop needs: Host, keys.
         """
-        version = b"1.0" if self.is_http10 else b"1.1"
-        start = b"%b %b HTTP/%b\r\n" % (self.method, self._target, version)
+        start = b"%b %b HTTP/1.1\r\n" % (self.method, self._target)
         if not self.body and self.method in (b"GET", b"HEAD", b"DELETE", b"OPTIONS"):
             return [b"".join((start, fields_for_target, *self.fields, b"\r\n"))]
         length = b"Content-Length: %d\r\n\r\n" % self._size

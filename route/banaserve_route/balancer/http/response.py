@@ -1,11 +1,12 @@
 """Strict framing of answers in the bytes of a connection (RFC 9112).
 
-Bodies are measured, never copied: the client gets them with the replica's framing.
+Bodies are measured, never copied: a client of HTTP/1.1 gets them with the replica's framing.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Set
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -40,6 +41,7 @@ _NO_TRAILERS = frozenset(
 _DIGITS = re.compile(rb"[0-9]{1,18}")
 _EVENTS = re.compile(rb"^content-type:[ \t]*text/event-stream", re.IGNORECASE | re.MULTILINE)
 _HEX = re.compile(rb"[0-9a-fA-F]{1,15}")
+_SIZE_LINE = re.compile(rb"(?:\r\n)?([0-9a-fA-F]+)\r\n")
 
 
 def is_comment(chunk: bytes) -> bool:
@@ -202,6 +204,31 @@ class ChunkedBody:
         return num_bytes
 
 
+class ChunkDecoder:
+    """Decoder of a chunked body whose framing ``ChunkedBody`` has checked; it drops trailers."""
+
+    __slots__ = ("_is_done", "_left", "_line")
+
+    def __init__(self) -> None:
+        self._left, self._line, self._is_done = 0, b"", False
+
+    def decode(self, data: bytes) -> bytes:
+        """Return the bytes of the body in ``data``, the next part of the chunks."""
+        data, self._line = self._line + data, b""
+        parts, at = [], 0
+        while at < len(data) and not self._is_done:
+            if self._left:
+                parts.append(data[at : at + self._left])
+                at += len(parts[-1])
+                self._left -= len(parts[-1])
+            elif match := _SIZE_LINE.match(data, at):
+                at, self._left = match.end(), int(match[1], 16)
+                self._is_done = self._left == 0
+            else:
+                self._line, at = data[at:], len(data)
+        return b"".join(parts)
+
+
 def _end_of_trailers(lines: bytes) -> int:
     """Return the end of the empty line after the trailers; 0 if that line has not arrived.
 
@@ -289,7 +316,7 @@ def parse_response_head(head: bytes, to_head: bool = False) -> ResponseHead:
     body = _body(status, lengths, codings, to_head)
     kept = _HOP.sub(_keep, fields) if others else fields
     if connection and connection not in (b",close", b",keep-alive"):
-        kept = _without(kept, connection)
+        kept = without(kept, {name.strip() for name in connection.split(b",")} - _KEPT)
     persists = b"keep-alive" in connection if minor == b"0" else b"close" not in connection
     lines = b"HTTP/1.1 %b %b\r\n%b" % (digits, reason or b"", kept)
     keep_alive = persists and not isinstance(body, UntilClose)
@@ -301,9 +328,8 @@ def _keep(match: re.Match[bytes]) -> bytes:
     return match[0] if match[1].lower() in _KEPT else b""
 
 
-def _without(fields: bytes, connection: bytes) -> bytes:
-    """Return ``fields`` without those that the Connection field names."""
-    names = {name.strip() for name in connection.split(b",")} - _KEPT
+def without(fields: bytes, names: Set[bytes]) -> bytes:
+    """Return ``fields`` without those of the lower-case ``names``."""
     lines = fields.split(b"\r\n")[:-1]
     kept = [line for line in lines if line.partition(b":")[0].lower() not in names]
     return b"".join(line + b"\r\n" for line in kept)

@@ -209,9 +209,9 @@ class RemoteClient:
         self._link.send(CloseClient(self._number))
 
     def exchange(
-        self, pool: ConnectionPool, parts: list[bytes], sink: Sink, to_head: bool
+        self, pool: ConnectionPool, message: ClientRequest, fields: bytes, sink: Sink
     ) -> Exchange:
-        return self._link.ask(self, pool.endpoint.url, parts[0], sink)
+        return self._link.ask(self, pool.endpoint.url, fields, sink)
 
     def sweep(self, now_s: float) -> None:
         """Return at once: the relay enforces time limits."""
@@ -228,13 +228,8 @@ class RemoteRequest(ClientRequest):
     def __init__(self, told: RequestArrived) -> None:
         super().__init__()
         self.method, self.path, self.seen = told.method, told.path, told.seen
-        self.is_http10 = told.is_http10
         if told.body:
             self.add_body(told.body, len(told.body))
-
-    def parts(self, fields_for_target: bytes) -> list[bytes]:
-        """Return the header lines for the target alone: the relay adds the rest."""
-        return [fields_for_target]
 
 
 class RemoteExchange:

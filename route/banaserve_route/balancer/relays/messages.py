@@ -55,7 +55,6 @@ class RequestArrived(_Message, frozen=True, tag=5):
     method: bytes
     path: bytes
     seen: dict[bytes, bytes]
-    is_http10: bool
     can_go_on: bool
     body: bytes
 

@@ -227,7 +227,7 @@ class RelayProcess(asyncio.Protocol):
             raise RequestRefusedError(503, "too many bodies are held in memory; try again shortly")
 
     def take(self, client: ClientConnection, message: ClientRequest) -> RelayedRequest:
-        if message.is_http10 or self.leaving.is_set():
+        if self.leaving.is_set():
             client.can_go_on = False
         self._num_requests += 1
         request = RelayedRequest(
@@ -244,7 +244,6 @@ class RelayProcess(asyncio.Protocol):
                 message.method,
                 message.path,
                 message.seen,
-                message.is_http10,
                 client.can_go_on,
                 message.body[0] if len(message.body) == 1 else b"".join(message.body),
             )

@@ -87,11 +87,11 @@ class RelayedRequest:
     def _attempt(self, told: SendRequest) -> None:
         """Send the request to a server, unless an answer has begun meanwhile."""
         if self._relayed is None:
-            pool, is_head = self._pools.of(told.url), self._message.method == b"HEAD"
+            pool = self._pools.of(told.url)
             made = self._attempts[told.attempt] = _Attempt(
                 self, told.attempt, pool, self._client.write
             )
-            made.exchange = ReplicaExchange(pool, self._message.parts(told.fields), made, is_head)
+            made.exchange = ReplicaExchange(pool, self._message, told.fields, made)
 
     def _drop(self, number: int) -> None:
         """Drop an attempt; if its answer has begun, the client must not take it for a whole one."""
@@ -176,8 +176,6 @@ class RelayedRequest:
     def _is_for_client(self, head: ResponseHead) -> bool:
         """Return whether the balancer would relay this answer, whatever it does at this moment."""
         if head.status >= 400:
-            return False
-        if self._message.is_http10 and head.body.ends_by is BodyEnd.LAST_CHUNK:
             return False
         # The balancer may be taking the answer to another attempt, which it has been told of.
         return not self._asked

@@ -155,9 +155,7 @@ class ProxiedRequest:
         fields = dispatcher.fields(
             attempt.target, message, self.request, self.parent, self.identity
         )
-        attempt.exchange = self._client.exchange(
-            attempt.target.pool, message.parts(fields), sink, message.method == b"HEAD"
-        )
+        attempt.exchange = self._client.exchange(attempt.target.pool, message, fields, sink)
         return attempt
 
     # A second attempt beside the first one.
@@ -230,11 +228,6 @@ class ProxiedRequest:
             self._again(attempt)
             return
         if status == 404 and self._looks_on(attempt, now_s):
-            return
-        if self.message.is_http10 and body.ends_by is BodyEnd.LAST_CHUNK:
-            # uvicorn sends chunks in either version of HTTP: this is not the replica's fault.
-            self._release()
-            self._answer(505, "the answer comes in chunks: ask by HTTP/1.1", None)
             return
         if self._hedge is not None:
             self._end_hedge()
