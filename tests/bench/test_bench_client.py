@@ -121,6 +121,27 @@ async def test_chat_without_token_ids() -> None:
     assert "return_token_ids" not in seen[0]
 
 
+@pytest.mark.parametrize(
+    "delta",
+    [
+        {"reasoning_content": "Hm"},
+        {"reasoning": "Hm"},
+        {"tool_calls": [{"index": 0, "function": {"name": "look", "arguments": ""}}]},
+    ],
+)
+async def test_the_first_token_of_a_chat_may_be_of_reasoning_or_a_tool_call(
+    delta: dict[str, Any],
+) -> None:
+    deltas = [{"role": "assistant", "content": ""}, delta, {"content": None, "tool_calls": []}]
+    record = await answer(
+        streaming(*(data({"choices": [{"delta": one}]}) for one in deltas), b"data: [DONE]"),
+        CompletionCall("r0", messages=({"role": "user", "content": "Hi"},)),
+    )
+    assert record.error is None
+    assert record.first_token_at_s is not None
+    assert record.token_at_s == [record.first_token_at_s]
+
+
 async def test_read_late_every_token_keeps_the_time_of_its_piece() -> None:
     pieces = [data({"choices": [{"text": str(n), "token_ids": [n]}]}) for n in range(200)]
     record = RequestRecord(id="r0", sent_at_s=0.0)

@@ -27,7 +27,7 @@ class RequestRecord(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         first_token_at_s: Arrival of the first token; null if none came.
         ended_at_s: End of the stream, or the time when the failure was known.
         token_at_s: Arrival of each token; tokens of one event share a time. If the server returns
-            no token ids, an entry for each event with text.
+            no token ids, an entry for each event with text or a part of a tool call.
         token_ids: Token ids of the answer; empty unless requested and returned.
         prompt_tokens: Prompt tokens by the server's count; null if it gave none, as are
             ``completion_tokens`` and ``cached_tokens``.
@@ -320,7 +320,8 @@ def _note(record: RequestRecord, event: _Event, at_s: float) -> None:
     for choice in event.choices:
         content = choice.content()
         token_ids = choice.token_ids or []
-        num_tokens = len(token_ids) if choice.token_ids is not None else bool(content)
+        has_output = bool(content or (choice.delta or {}).get("tool_calls"))
+        num_tokens = len(token_ids) if choice.token_ids is not None else has_output
         if num_tokens and record.first_token_at_s is None:
             record.first_token_at_s = at_s
         record.token_at_s.extend([at_s] * num_tokens)
