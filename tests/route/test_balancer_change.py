@@ -19,6 +19,7 @@ from banaserve_route.balancer.config import (
 from banaserve_route.balancer.targets import health as prober_module
 from banaserve_route.policies.fleet import Report
 from banaserve_route.policies.gorgo.tuner import START
+from counters import counted
 
 HEALTH = HealthSettings(interval_s=0.02, report_interval_s=0.02, breaker_pause_s=0.05)
 PROMPT = b'{"prompt": "%b"}' % (b"the same long beginning " * 20)
@@ -127,6 +128,28 @@ async def test_a_replica_that_is_told_anew_keeps_its_cache_unless_it_is_elsewher
     assert tree.target_bytes("a") == 0
     assert (await house.ask(body=PROMPT)).status == 200
     assert len(two.asked) == 1
+
+
+async def test_metrics_name_a_replica_until_it_is_gone(house):
+    go_on = asyncio.Event()
+
+    async def hold(asked):
+        await go_on.wait()
+        await asked.answer()
+
+    stays, goes = await house.replica(), await house.replica(hold)
+    balancer = await house.balance(stays, goes, health=HEALTH)
+    pending = [asyncio.create_task(house.ask()) for _ in range(2)]
+    await house.until(lambda: stays.asked and goes.asked)
+    stays.health = 503
+    await house.until(lambda: not balancer.targets[stays.id].is_healthy)
+    replicas = tuple(one for one in balancer.settings.replicas if one.url == stays.url)
+    balancer.change(structs.replace(balancer.settings, replicas=replicas))
+    go_on.set()
+    assert [(await one).status for one in pending] == [200, 200]
+    await house.until(lambda: not balancer._under_way)
+    assert counted(balancer, "decisions", target=stays.id, reason="turn") == 1
+    assert goes.id.encode() not in balancer.metrics.page()
 
 
 async def test_models_of_replicas_that_serve_different_ones_are_listed_together(house):

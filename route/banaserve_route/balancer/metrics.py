@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.metrics_core import (
@@ -50,7 +51,6 @@ class Metrics(Collector):
     """Counters of one balancer; times are seconds."""
 
     def __init__(self) -> None:
-        self._decisions: Counter[tuple[str, str]] = Counter()
         self._answers: Counter[int] = Counter()
         self._refused: Counter[int] = Counter()
         self._dropped: Counter[str] = Counter()
@@ -81,7 +81,6 @@ class Metrics(Collector):
         after_s = now_s - arrived_s
         if flights:
             first = flights[0]
-            self._decisions[first.target, first.decision.reason] += 1
             self._waits.add(first.sent_s - arrived_s)
             for one in flights:
                 if one.first_token_s is not None:
@@ -125,7 +124,6 @@ class Metrics(Collector):
         yield GaugeMetricFamily(
             name + "connections", "Open connections of clients.", value=self.num_connections()
         )
-        yield _counter(name + "decisions", "First targets.", ["target", "reason"], self._decisions)
         yield CounterMetricFamily(
             name + "cancelled", "Clients that went away.", value=self._num_cancelled
         )
@@ -198,30 +196,28 @@ class Metrics(Collector):
                 for one in targets:
                     family.add_metric([one.view.id], float(read(one)))
                 yield family
-        answers = CounterMetricFamily(
-            name + "answers", "Answers of a target.", labels=["target", "status"]
+        by_label: tuple[tuple[str, str, str, Callable[[Target], Mapping[Any, int]]], ...] = (
+            ("decisions", "First targets.", "reason", lambda one: one.num_decisions),
+            ("target_answers", "Answers of a target.", "status", lambda one: one.num_answers),
+            (
+                "target_ejections",
+                "Ejections as an outlier.",
+                "reason",
+                lambda one: one.ejection.counts,
+            ),
         )
-        for one in targets:
-            for status, count in one.num_answers.items():
-                answers.add_metric([one.view.id, str(status)], count)
-        yield answers
-        ejections = CounterMetricFamily(
-            name + "ejections", "Ejections of a target as an outlier.", labels=["target", "reason"]
-        )
-        for one in targets:
-            for reason, count in one.ejection.counts.items():
-                ejections.add_metric([one.view.id, reason], count)
-        yield ejections
+        for key, what, label, read_all in by_label:
+            family = CounterMetricFamily(f"banaserve_route_{key}", what, labels=["target", label])
+            for one in targets:
+                for value, count in read_all(one).items():
+                    family.add_metric([one.view.id, str(value)], count)
+            yield family
 
 
 def _counter(
-    name: str,
-    what: str,
-    labels: list[str],
-    counts: Counter[int] | Counter[str] | Counter[tuple[str, str]],
+    name: str, what: str, labels: list[str], counts: Counter[int] | Counter[str]
 ) -> Metric:
     family = CounterMetricFamily(name, what, labels=labels)
     for key, count in counts.items():
-        values = list(map(str, key)) if isinstance(key, tuple) else [str(key)]
-        family.add_metric(values, count)
+        family.add_metric([str(key)], count)
     return family

@@ -150,6 +150,8 @@ class ProxiedRequest:
     def _begin(self, decision: RoutingDecision, sink: Sink) -> UpstreamAttempt:
         dispatcher, message = self._dispatcher, self.message
         attempt = UpstreamAttempt(dispatcher, self.request, decision)
+        if not self.flights:
+            attempt.target.num_decisions[decision.reason] += 1
         self.flights.append(attempt.flight)
         self.num_attempts += 1
         fields = dispatcher.fields(

@@ -14,7 +14,7 @@ from banaserve_route.balancer.config import (
 from banaserve_route.balancer.http.replica_connection import ConnectionPool
 from banaserve_route.balancer.targets.outcomes import AttemptOutcome, outcome_of
 from banaserve_route.balancer.targets.outliers import OutlierReason
-from banaserve_route.policies.interface import Flight, PeerView, ReplicaView
+from banaserve_route.policies.interface import Flight, PeerView, ReplicaView, RoutingReason
 
 SLOW_START_REQUESTS = 64
 """Number of requests at once that a replica takes at the end of its slow start."""
@@ -31,6 +31,7 @@ class Target:
         is_healthy: True if the target is healthy according to the last probes.
         was_refused: True if the target's port has refused a connection since it was last healthy.
         num_answers: Number of answers by status.
+        num_decisions: Number of requests for which the target was the first one, by the reason.
         recent: Outcomes of recent requests, to compare replicas; None if they are not compared.
         judged_since_s: Time before which requests were sent that do not count in the comparison.
     """
@@ -65,6 +66,7 @@ class Target:
         self.was_refused = False
         self.num_failed_looks = 0
         self.num_answers: Counter[int] = Counter()
+        self.num_decisions: Counter[RoutingReason] = Counter()
         self.num_broken = 0
         self.num_retried = 0
 
