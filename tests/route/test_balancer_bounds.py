@@ -207,7 +207,10 @@ class Pipe:
         self.ends = []
 
     def get_extra_info(self, name):
-        return ("127.0.0.1", 9) if name == "peername" else None
+        return ("127.0.0.1", 9) if name == "peername" else self
+
+    def setsockopt(self, *_):
+        self.ends.append("reset")
 
     def get_write_buffer_size(self):
         return self.unread
@@ -250,7 +253,7 @@ def test_the_end_of_an_answer_is_not_cut_off_while_it_is_read(can_go_on):
         assert "abort" not in pipe.ends
         assert "close" not in pipe.ends
     client.sweep(now_s + UNREAD_S + 1)  # the sum of two times is rounded
-    assert pipe.ends[-1] == "abort"
+    assert pipe.ends[-2:] == ["reset", "abort"]
 
 
 def test_nothing_begins_on_a_connection_that_ends():

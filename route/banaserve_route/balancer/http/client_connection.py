@@ -363,7 +363,7 @@ class ClientConnection(asyncio.Protocol):
         unread = num_unread_bytes(self._transport)
         if self._stalled.stalled_s(unread, now_s) >= UNREAD_S:
             self._handler.dropped("unread", f"a client has read nothing for {UNREAD_S:g} s")
-            self._transport.abort()
+            self.evict()
             return
         grace_s = 0.0 if self._in_head else self._message.size / BODY_BYTES_PER_S
         # Not while answers are unread: a slow but reading client would lose the end of its answer.
