@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from banaserve_route.balancer.config import BalancerSettings
+from banaserve_route.balancer.http.replica_connection import ReplicaConnection
 from banaserve_route.balancer.http.request import ClientRequest
 from banaserve_route.balancer.http.response import parse_response_head
 from banaserve_route.balancer.relays.link import RemoteClient
@@ -21,6 +22,7 @@ from banaserve_route.balancer.relays.messages import (
 )
 from banaserve_route.balancer.relays.relay import RelayProcess
 from banaserve_route.balancer.relays.relayed_request import RelayedRequest
+from banaserve_route.balancer.relays.server_pools import ServerPools
 
 
 class Wires:
@@ -98,3 +100,12 @@ async def test_a_connection_is_broken_for_the_request_under_way_alone():
         at_balancer.request = number
         at_balancer.abort()
         assert wires.is_evicted is is_broken
+
+
+def test_a_relay_forgets_the_servers_that_it_has_no_connection_to():
+    pools = ServerPools(print)
+    gone, stays = pools.of("http://127.0.0.1:1"), pools.of("http://127.0.0.1:2")
+    stays.opened(ReplicaConnection(stays))
+    pools.take_settings(BalancerSettings())
+    assert list(pools._pools.values()) == [stays]
+    assert pools.of("http://127.0.0.1:1") is not gone

@@ -228,6 +228,11 @@ class ConnectionPool:
         self._all: set[ReplicaConnection] = set()
         self._is_retired = False
 
+    @property
+    def is_open(self) -> bool:
+        """Return whether a connection is open."""
+        return bool(self._all)
+
     def take(self) -> ReplicaConnection | None:
         """Return the idle connection that was used last, or None."""
         while self._idle:

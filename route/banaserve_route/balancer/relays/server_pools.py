@@ -21,8 +21,10 @@ class ServerPools:
     def take_settings(self, settings: BalancerSettings) -> None:
         """Apply ``settings`` from now on."""
         self._settings = settings
-        for pool in self._pools.values():
+        for url, pool in list(self._pools.items()):
             pool.connect_timeout_s = settings.limits.connect_timeout_s
+            if not pool.is_open:  # its server may be gone
+                self._pools.pop(url).retire()
 
     def of(self, url: str) -> ConnectionPool:
         """Return the connections to a server."""
