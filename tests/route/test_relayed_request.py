@@ -29,7 +29,7 @@ class Wires:
     """The connections of a relay to servers, and to one client."""
 
     def __init__(self):
-        self.sinks, self.told, self.written, self.is_evicted = [], [], b"", False
+        self.sinks, self.told, self.written, self.is_reset = [], [], b"", False
         self.can_go_on = True
         pools = SimpleNamespace(of=lambda _: self)
         self.request = RelayedRequest(1, self, ClientRequest(), pools, self.told.append, id)
@@ -43,8 +43,8 @@ class Wires:
     def write(self, data):
         self.written += data
 
-    def evict(self):
-        self.is_evicted = True
+    def reset(self):
+        self.is_reset = True
 
     def ignore(self, *_):
         """Do nothing."""
@@ -69,7 +69,7 @@ def test_an_error_that_the_balancer_may_take_lets_no_other_answer_pass(length):
     assert (began, wires.written) == ([False, False], b"")
     wires.request.take(DropAttempt(1, 2))
     wires.request.take(WriteAnswer(1, b"the error"))
-    assert (wires.written, wires.is_evicted) == (b"the error", False)
+    assert (wires.written, wires.is_reset) == (b"the error", False)
 
 
 def test_the_other_answer_passes_at_once_after_the_balancer_has_dropped_the_error():
@@ -99,7 +99,7 @@ async def test_a_connection_is_broken_for_the_request_under_way_alone():
     for number, is_broken in ((1, False), (2, True)):
         at_balancer.request = number
         at_balancer.abort()
-        assert wires.is_evicted is is_broken
+        assert wires.is_reset is is_broken
 
 
 def test_a_relay_forgets_the_servers_that_it_has_no_connection_to():

@@ -349,7 +349,7 @@ class ClientConnection(asyncio.Protocol):
     def abort(self) -> None:
         """Break the connection, so that half an answer is not mistaken for a complete one."""
         self._active = None
-        self.evict()
+        self.reset()
 
     def exchange(
         self, pool: ConnectionPool, message: ClientRequest, fields: bytes, sink: Sink
@@ -363,7 +363,7 @@ class ClientConnection(asyncio.Protocol):
         unread = num_unread_bytes(self._transport)
         if self._stalled.stalled_s(unread, now_s) >= UNREAD_S:
             self._handler.dropped("unread", f"a client has read nothing for {UNREAD_S:g} s")
-            self.evict()
+            self.reset()
             return
         grace_s = 0.0 if self._in_head else self._message.size / BODY_BYTES_PER_S
         # Not while answers are unread: a slow but reading client would lose the end of its answer.
@@ -377,9 +377,16 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(RequestRefusedError(408, "the request took too long to arrive"))
 
     def evict(self) -> None:
-        """Make way for another connection."""
+        """Make way for another connection; the client still gets the end of a complete answer."""
+        if self._active is None:
+            self._transport.abort()
+        else:
+            self.reset()
+
+    def reset(self) -> None:
+        """End the connection so that the client takes no part of a body for the whole of it."""
         if not self._transport.is_closing():
-            # A reset: a body that ends with its connection would seem complete after a usual end.
+            # A body that ends with its connection would seem complete after a usual end.
             connection = self._transport.get_extra_info("socket")
             connection.setsockopt(SOL_SOCKET, SO_LINGER, _RESETS)
         self._transport.abort()

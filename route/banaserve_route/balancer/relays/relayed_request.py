@@ -101,7 +101,7 @@ class RelayedRequest:
             return
         attempt.exchange.drop()
         if attempt is self._relayed:
-            self._client.evict()
+            self._client.reset()
 
     def _write(self, data: bytes) -> None:
         """Write to the client, and relay the rest of the answer that has begun, if there is one."""
@@ -128,7 +128,7 @@ class RelayedRequest:
             self._end(closes=True)
         elif self._relayed.number not in self._attempts:
             # The balancer has not said how the client learns of the end.
-            self._client.evict()
+            self._client.reset()
 
     # From the client.
 
@@ -196,7 +196,7 @@ class RelayedRequest:
             self._pools.drop_idle()
         self._send(told)
         if self._is_alone:
-            self._client.evict()
+            self._client.reset()
 
 
 class _Attempt:
