@@ -46,6 +46,8 @@ class Wires:
     def reset(self):
         self.is_reset = True
 
+    evict = reset
+
     def ignore(self, *_):
         """Do nothing."""
 
