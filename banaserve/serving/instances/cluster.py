@@ -8,7 +8,7 @@ from itertools import chain
 
 from banaserve.base.clock import Clock
 from banaserve.base.errors import InstanceDeadError
-from banaserve.base.types import InstanceId, InstanceView, Role
+from banaserve.base.types import InstanceId, InstanceView
 from banaserve.serving.instances.instance import Instance, State
 from banaserve.serving.instances.probe import ClusterTimeouts
 from banaserve.serving.instances.supervisor import Supervisor
@@ -133,16 +133,15 @@ class Cluster:
 
     @property
     def is_healthy(self) -> bool:
-        """True if instances serve both legs, or did so within ``unserved_s``.
+        """True if an instance takes requests, or did so within ``unserved_s``.
 
-        Instances being replaced are ignored: the others serve both legs meanwhile.
+        One is enough: it serves both legs while no instance of the other role is ready. An instance
+        that is replaced alone is waited for.
         """
         self._note_service()
         is_recent = self._clock.now() - self._served_s < self._timeouts.unserved_s
         return is_recent and not self.has_failed
 
     def _note_service(self) -> None:
-        serving = self.serving()
-        legs = frozenset[Role]().union(*(one.role.legs for one in serving))
-        if legs == Role.COLOCATED.legs or all(one.state is State.READY for one in self._staying):
+        if not self._staying or any(one.takes_requests for one in self._staying):
             self._served_s = self._clock.now()

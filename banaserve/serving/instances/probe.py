@@ -33,7 +33,7 @@ class ClusterTimeouts:
         stall_s: Maximum silence of an engine that certainly does no work.
         spin_s: Maximum silence of any engine.
         retry_s: Time from giving up an instance to retrying it.
-        unserved_s: Time without instances for both legs after which the server is unhealthy.
+        unserved_s: Time in which no instance takes requests after which the server is unhealthy.
     """
 
     start_s: float = 600.0
