@@ -166,8 +166,6 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[str], None]) -> None:
         stack.push_async_callback(cluster.stop)
         if not await _unless(signals.stop, _start(cluster, say)):
             return
-        client = await _connect(parts, router, factory.lasting)
-        stack.callback(client.shutdown)
         coordinator = await stack.enter_async_context(
             live_migration(
                 cluster,
@@ -178,6 +176,8 @@ async def serve(parts: Parts, say: Say, on_open: Callable[[str], None]) -> None:
                 parts.config.migration_transport,
             )
         )
+        client = await _connect(parts, router, factory.lasting, coordinator)
+        stack.callback(client.shutdown)
         control = _start_control(stack, parts, router, factory, coordinator, client)
         collector = TraceCollector(cluster.instances, WallClock(), lambda: coordinator.committed)
         client.tracer = _tracer(stack, parts, collector)
@@ -332,13 +332,16 @@ async def _start(cluster: Cluster, say: Say) -> None:
         raise UserError(str(failures.exceptions[0])) from None
 
 
-async def _connect(parts: Parts, router: Router, lasting: LastingCalls) -> DisaggregatedClient:
+async def _connect(
+    parts: Parts, router: Router, lasting: LastingCalls, coordinator: Coordinator
+) -> DisaggregatedClient:
     client = DisaggregatedClient(
         parts.engine_config,
         router,
         parts.config.request_timeout_s,
         lookup_above_tokens=parts.config.skip_prefill_below_tokens,
         lasting=lasting,
+        end_moves=coordinator.end_moves,
         has_store_peers=bool(parts.config.kv_store_peers),
     )
     await _answered(client.adopt_engine_facts)

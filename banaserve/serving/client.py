@@ -12,6 +12,7 @@ import time
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
+    Awaitable,
     Callable,
     Coroutine,
     Iterable,
@@ -124,6 +125,7 @@ class DisaggregatedClient(EngineClient):
         lookup_above_tokens: Prompt length in tokens above which prompts are looked up in the store
             before routing.
         lasting: Lasting calls to the engines.
+        end_moves: Function that ends all moves of modules; none begins while engines are paused.
         has_store_peers: True if the store fetches blocks from stores of other servers.
 
     Attributes:
@@ -138,6 +140,7 @@ class DisaggregatedClient(EngineClient):
         request_timeout_s: float,
         lookup_above_tokens: int,
         lasting: LastingCalls,
+        end_moves: Callable[[], Awaitable[None]],
         has_store_peers: bool = False,
     ) -> None:
         self.vllm_config = copy.deepcopy(config)
@@ -151,6 +154,7 @@ class DisaggregatedClient(EngineClient):
         self._lookup_above_tokens = lookup_above_tokens
         self._has_store_peers = has_store_peers
         self._lasting = lasting
+        self._end_moves = end_moves
         self._calling = asyncio.Lock()  # engines get lasting calls in the same order
         self._gate = Gate()
         self._supported_tasks: tuple[Any, ...] = ()
@@ -505,12 +509,14 @@ class DisaggregatedClient(EngineClient):
         With ``mode`` "wait", engines are told once all requests under way have ended: an engine
         would hold back the decode leg of a request that another engine has begun. Caches are left
         to the block: the first engine that clears them empties the store, in which neither other
-        engines nor requests that have ended may hold blocks any more.
+        engines nor requests that have ended may hold blocks any more. Moves of modules are aborted:
+        a move reads memory that sleep gives back.
         """
         is_waiting = mode == "wait" and not self._lasting.calls
         held = self._gate.closed(self._sequences) if is_waiting else contextlib.nullcontext()
         async with held, self._calling:
             self._lasting.begin("pause_generation", mode="keep", clear_cache=False)
+            await self._end_moves()  # one that shrinks a pool holds blocks, so no cache is cleared
             ending = set(self._sequences) if mode == "abort" else set()
             if mode == "abort":  # prefill legs must not be retried as if an engine died
                 for context in self._under_way():
@@ -610,7 +616,7 @@ class DisaggregatedClient(EngineClient):
         an unhealthy server would only prolong the outage.
 
         Raises:
-            EngineDeadError: All instances have been given up, or those of a leg have not served for
+            EngineDeadError: All instances have been given up, or none has taken requests for
                 minutes.
         """
         if not self._cluster.is_healthy:

@@ -186,9 +186,29 @@ async def test_an_instance_that_is_down_is_refused(cluster):
 
 
 async def test_nothing_moves_while_engines_sleep(cluster):
-    cluster.d0.is_paused = True
+    host_state = cluster.coordinator.hosts["d0"]
+    refresh = host_state.refresh
+
+    async def paused_meanwhile():
+        cluster.d0.is_paused = True
+        return await refresh()
+
+    host_state.refresh = paused_meanwhile
     with pytest.raises(MigrationError, match="sleep or are paused"):
         await cluster.coordinator.begin(LAYERS)
+    assert cluster.coordinator.recent() == []
+
+
+async def test_all_moves_end_at_once(cluster):
+    cluster.engine.held = {"copying"}
+    moving = await cluster.coordinator.begin(LAYERS)
+    waiting = await cluster.coordinator.begin(HEADS)
+    await until(lambda: moving.moves[0].phase == "copying")
+    await cluster.coordinator.end_moves("p1")
+    assert [moving.state, waiting.state] == ["running", "waiting"]
+    await cluster.coordinator.end_moves()
+    assert [moving.state, waiting.state] == ["aborted", "aborted"]
+    assert (cluster.engine.calls[-1], cluster.engine.units) == ("abort", {})
 
 
 # ---- given up

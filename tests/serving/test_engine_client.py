@@ -98,7 +98,7 @@ def client(serving: list[Any] | None = None, **model: Any) -> Any:
     limits = SimpleNamespace(max_num_queued_reqs=None, max_num_queued_tokens=None)
     made.vllm_config = SimpleNamespace(scheduler_config=limits)
     made._lasting, made._calling, made._gate = LastingCalls(), asyncio.Lock(), Gate()
-    made._sequences = {}
+    made._sequences, made._end_moves = {}, taking
     made._router = SimpleNamespace(
         residency=SimpleNamespace(forget=lambda: None), lookups=SimpleNamespace(told=taking)
     )
@@ -263,6 +263,23 @@ async def test_an_engine_that_starts_is_given_what_lasts_and_what_came_meanwhile
     assert await made.wake_up()
     assert await lasting.give(llm, taken) == lasting.calls == {}
     assert told[2:] == [("wake_up",)]
+
+
+async def test_moves_end_before_engines_are_paused_and_none_begins_meanwhile() -> None:
+    told: list[str] = []
+
+    async def pause_generation(**_: Any) -> None:
+        told.append("pause")
+
+    made = client([SimpleNamespace(llm=SimpleNamespace(pause_generation=pause_generation))])
+
+    async def end_moves() -> None:
+        assert made._lasting.calls
+        told.append("moves end")
+
+    made._end_moves = end_moves
+    await made.pause_generation(mode="keep")
+    assert told == ["moves end", "pause"]
 
 
 async def test_a_sleep_that_an_engine_refuses_leaves_all_paused() -> None:

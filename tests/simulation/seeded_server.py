@@ -260,6 +260,7 @@ class Server:
                 self.cluster, launcher, nothing, RunDir(_NOWHERE, _NOWHERE), 1.0, "shm"
             ) as coordinator:
                 self._make_operators(coordinator)
+                self.client._end_moves = coordinator.end_moves
                 await self._be_troubled()
                 await self._comes_back()
                 await self._answers_again()

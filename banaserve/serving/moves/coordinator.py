@@ -89,12 +89,13 @@ class Coordinator(Operations[Migration]):
             UserError: The request names an unknown instance.
         """
         host_state = self._host_state(ask.source)
-        host_state.instance.check_not_paused()  # asleep, it has no memory to copy from
         if not isinstance(ask, Return):
             self._check_stays(ask.source)
         target = None if isinstance(ask, Return) else self._target(ask.source, ask.target)
         async with host_state.planning:
             await host_state.refresh()
+            # No wait from here on: a call that pauses engines ends the moves that have begun.
+            host_state.instance.check_not_paused()
             link = host_state.link()
             plan = self._plan(ask, host_state)
             taken = self._check_room(plan, target, host_state) if target is not None else 0
@@ -109,6 +110,18 @@ class Coordinator(Operations[Migration]):
         """Abort a migration; its committed moves stay where they are."""
         if state.state == "waiting":
             self._cancel(state)
+
+    async def end_moves(self, instance_id: InstanceId | None = None) -> None:
+        """Abort all migrations, or those from and to an instance; return when they have ended."""
+        under_way = [
+            migration
+            for migration in self.recent()
+            if migration.is_open and instance_id in (None, migration.host, migration.to)
+        ]
+        for migration in under_way:
+            self.abort(migration.id)
+        for migration in under_way:
+            await self.wait(migration.id)
 
     async def stop(self) -> None:
         """Abort all migrations and end all guests without moving their units home."""
@@ -163,10 +176,7 @@ class Coordinator(Operations[Migration]):
             MigrationError: A unit of another instance cannot return home.
         """
         self.leaving.add(instance_id)
-        for migration in self.recent():
-            if migration.is_open and instance_id in (migration.host, migration.to):
-                self.abort(migration.id)
-                await self.wait(migration.id)
+        await self.end_moves(instance_id)
         for host_state in list(self.hosts.values()):
             for unit in host_state.units(self.guests):
                 still_away = {one.unit_id for one in host_state.units(self.guests)}
