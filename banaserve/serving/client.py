@@ -125,7 +125,8 @@ class DisaggregatedClient(EngineClient):
         lookup_above_tokens: Prompt length in tokens above which prompts are looked up in the store
             before routing.
         lasting: Lasting calls to the engines.
-        end_moves: Function that ends all moves of modules; none begins while engines are paused.
+        end_moves: Function that ends all moves of modules for the reason given; none begins while
+            engines are paused.
         has_store_peers: True if the store fetches blocks from stores of other servers.
 
     Attributes:
@@ -140,7 +141,7 @@ class DisaggregatedClient(EngineClient):
         request_timeout_s: float,
         lookup_above_tokens: int,
         lasting: LastingCalls,
-        end_moves: Callable[[], Awaitable[None]],
+        end_moves: Callable[[str], Awaitable[None]],
         has_store_peers: bool = False,
     ) -> None:
         self.vllm_config = copy.deepcopy(config)
@@ -516,7 +517,8 @@ class DisaggregatedClient(EngineClient):
         held = self._gate.closed(self._sequences) if is_waiting else contextlib.nullcontext()
         async with held, self._calling:
             self._lasting.begin("pause_generation", mode="keep", clear_cache=False)
-            await self._end_moves()  # one that shrinks a pool holds blocks, so no cache is cleared
+            # One that shrinks a pool holds blocks, so that no cache could be cleared.
+            await self._end_moves("the engines sleep or are paused")
             ending = set(self._sequences) if mode == "abort" else set()
             if mode == "abort":  # prefill legs must not be retried as if an engine died
                 for context in self._under_way():

@@ -63,6 +63,7 @@ class _Run(Generic[State]):
     began_s: float
     task: asyncio.Task[None] | None = None
     is_aborting: bool = False
+    abort_reason: str = ""
 
 
 class Operations(Generic[State]):
@@ -101,8 +102,11 @@ class Operations(Generic[State]):
         """True if an operation has not ended."""
         return self.under_way is not None
 
-    def abort(self, operation_id: str) -> State:
+    def abort(self, operation_id: str, reason: str = "") -> State:
         """Ask for the end of an operation, and return without waiting for it.
+
+        Args:
+            reason: Reason of the abort, for people; empty if a person requests it.
 
         Raises:
             MigrationError: There is no such operation, it has ended or can be aborted no more.
@@ -113,7 +117,7 @@ class Operations(Generic[State]):
         if not state.is_open:
             raise MigrationError(f"{self._noun} {operation_id} is {state.state}: nothing to abort")
         self._abort(state)
-        run.is_aborting = True
+        run.is_aborting, run.abort_reason = True, reason
         return state
 
     async def wait(self, operation_id: str, timeout_s: float | None = None) -> State:
@@ -152,7 +156,7 @@ class Operations(Generic[State]):
         except asyncio.CancelledError:
             if not self._is_aborting(state):
                 raise
-            reason = ""
+            reason = self._runs[state.id].abort_reason
         except Exception as error:
             ending, reason = self._ending_of(state, error)
         finally:
@@ -162,7 +166,7 @@ class Operations(Generic[State]):
     def _ending_of(self, state: State, error: Exception) -> tuple[str, str]:
         """Return the final state and the reason of an operation that ends with ``error``."""
         if isinstance(error, OperationAbortedError):
-            return error.ending, str(error)
+            return error.ending, str(error) or self._runs[state.id].abort_reason
         if isinstance(error, BanaServeError):
             return "failed", str(error)
         logger.error("%s %s", self._noun, state.id, exc_info=error)

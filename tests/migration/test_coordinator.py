@@ -204,10 +204,11 @@ async def test_all_moves_end_at_once(cluster):
     moving = await cluster.coordinator.begin(LAYERS)
     waiting = await cluster.coordinator.begin(HEADS)
     await until(lambda: moving.moves[0].phase == "copying")
-    await cluster.coordinator.end_moves("p1")
+    await cluster.coordinator.end_moves("the test", "p1")
     assert [moving.state, waiting.state] == ["running", "waiting"]
-    await cluster.coordinator.end_moves()
-    assert [moving.state, waiting.state] == ["aborted", "aborted"]
+    await cluster.coordinator.end_moves("the engines sleep")
+    assert {moving.state, waiting.state} == {"aborted"}
+    assert {moving.error, waiting.error} == {"the engines sleep"}
     assert (cluster.engine.calls[-1], cluster.engine.units) == ("abort", {})
 
 

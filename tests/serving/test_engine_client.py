@@ -89,6 +89,8 @@ def client(serving: list[Any] | None = None, **model: Any) -> Any:
     async def taking() -> list[Any]:
         return list(made._cluster.serving())
 
+    async def told(*_: str) -> None: ...
+
     made._cluster = SimpleNamespace(
         serving=lambda: serving or [],
         taking=taking,
@@ -98,9 +100,9 @@ def client(serving: list[Any] | None = None, **model: Any) -> Any:
     limits = SimpleNamespace(max_num_queued_reqs=None, max_num_queued_tokens=None)
     made.vllm_config = SimpleNamespace(scheduler_config=limits)
     made._lasting, made._calling, made._gate = LastingCalls(), asyncio.Lock(), Gate()
-    made._sequences, made._end_moves = {}, taking
+    made._sequences, made._end_moves = {}, told
     made._router = SimpleNamespace(
-        residency=SimpleNamespace(forget=lambda: None), lookups=SimpleNamespace(told=taking)
+        residency=SimpleNamespace(forget=lambda: None), lookups=SimpleNamespace(told=told)
     )
     made._supported_tasks = ("generate",)
     made._has_store_peers = False
@@ -273,7 +275,7 @@ async def test_moves_end_before_engines_are_paused_and_none_begins_meanwhile() -
 
     made = client([SimpleNamespace(llm=SimpleNamespace(pause_generation=pause_generation))])
 
-    async def end_moves() -> None:
+    async def end_moves(_: str) -> None:
         assert made._lasting.calls
         told.append("moves end")
 

@@ -111,7 +111,7 @@ class Coordinator(Operations[Migration]):
         if state.state == "waiting":
             self._cancel(state)
 
-    async def end_moves(self, instance_id: InstanceId | None = None) -> None:
+    async def end_moves(self, reason: str, instance_id: InstanceId | None = None) -> None:
         """Abort all migrations, or those from and to an instance; return when they have ended."""
         under_way = [
             migration
@@ -119,7 +119,7 @@ class Coordinator(Operations[Migration]):
             if migration.is_open and instance_id in (None, migration.host, migration.to)
         ]
         for migration in under_way:
-            self.abort(migration.id)
+            self.abort(migration.id, reason)
         for migration in under_way:
             await self.wait(migration.id)
 
@@ -176,7 +176,7 @@ class Coordinator(Operations[Migration]):
             MigrationError: A unit of another instance cannot return home.
         """
         self.leaving.add(instance_id)
-        await self.end_moves(instance_id)
+        await self.end_moves(f"instance {instance_id} is being removed", instance_id)
         for host_state in list(self.hosts.values()):
             for unit in host_state.units(self.guests):
                 still_away = {one.unit_id for one in host_state.units(self.guests)}

@@ -199,7 +199,7 @@ class RollingRestarts(Operations[RollingRestart]):
         """
         for migration in self._coordinator.recent():
             if migration.is_open and migration.host == instance.id:
-                self._coordinator.abort(migration.id)
+                self._coordinator.abort(migration.id, f"instance {instance.id} is restarted")
                 await self._coordinator.wait(migration.id, _ABORT_S)
         until_s = self._clock.now() + self._drain_s
         while True:
