@@ -135,13 +135,13 @@ class Cluster:
     def is_healthy(self) -> bool:
         """True if an instance takes requests, or did so within ``unserved_s``.
 
-        One is enough: it serves both legs while no instance of the other role is ready. An instance
-        that is replaced alone is waited for.
+        One is enough: it serves both legs while no instance of the other role is ready. Requests
+        also wait for an instance being replaced, however long it takes to start.
         """
         self._note_service()
         is_recent = self._clock.now() - self._served_s < self._timeouts.unserved_s
         return is_recent and not self.has_failed
 
     def _note_service(self) -> None:
-        if not self._staying or any(one.takes_requests for one in self._staying):
+        if self.is_replacing or any(one.takes_requests for one in self.instances.values()):
             self._served_s = self._clock.now()
