@@ -18,6 +18,7 @@ from banaserve.contracts.migration_api import Migration, MoveLayers
 from banaserve.migration.kv.host_kv import blocks_gained
 from banaserve.migration.units.base import MigrationUnit
 from banaserve.migration.units.registry import AnyUnit
+from banaserve.serving.instances.service_state import ServiceState
 from banaserve.serving.launch.launcher import InstancePlace, Launcher
 from banaserve.serving.launch.messages import Order, StartGuest
 from banaserve.serving.moves.coordinator import Coordinator
@@ -252,6 +253,7 @@ class Instance:
         self.guests = (0, 0.0)
         self.placements: tuple[ModulePlacement, ...] = ()
         self.is_paused = False
+        self.service = ServiceState(name)
 
     @property
     def is_ready(self) -> bool:

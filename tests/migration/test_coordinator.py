@@ -185,6 +185,14 @@ async def test_an_instance_that_is_down_is_refused(cluster):
         await cluster.coordinator.begin(LAYERS)
 
 
+@pytest.mark.parametrize("name", ["d0", "p0"])
+async def test_nothing_moves_from_or_to_an_instance_that_a_restart_replaces(cluster, name):
+    replacing = cluster.coordinator.hosts[name].instance.service.replacing()
+    with replacing, pytest.raises(MigrationError, match=f"{name} is being restarted"):
+        await cluster.coordinator.begin(LAYERS)
+    await done(cluster.coordinator, LAYERS)
+
+
 async def test_nothing_moves_while_engines_sleep(cluster):
     host_state = cluster.coordinator.hosts["d0"]
     refresh = host_state.refresh

@@ -219,6 +219,8 @@ class Coordinator(Operations[Migration]):
         host_state = self.hosts[InstanceId(name)]
         if not host_state.instance.is_ready:
             raise MigrationError(f"instance {name} does not serve at present")
+        if host_state.instance.service.is_replaced:
+            raise MigrationError(f"instance {name} is being restarted")
         return host_state
 
     def _target(self, source: str, name: str) -> InstanceId:
