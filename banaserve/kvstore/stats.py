@@ -93,7 +93,7 @@ class TierCounts(msgspec.Struct, kw_only=True):
     evictions: Annotated[int, counter("Blocks dropped to make room.")] = 0
     missing: Annotated[int, counter("Loads of blocks that were not in the tier (any more).")] = 0
     corrupt: Annotated[
-        int, counter("Records with a wrong checksum or structure: skipped, never served.")
+        int, counter("Records that are unreadable or damaged: skipped, never served.")
     ] = 0
     failures: Annotated[int, counter("Loads and stores that failed otherwise.")] = 0
 

@@ -154,17 +154,36 @@ def test_a_file_that_is_gone(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_disk_that_cannot_be_read(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_opened_for_now(tmp_path: Path) -> None:
     tier = SsdTier(tmp_path, 4 * MIB)
     store(tier, 1)
     path = find(tmp_path, 1)
     path.rename(tmp_path / "away")
-    path.mkdir()
+    path.symlink_to("elsewhere")
     assert load(tier, 1) is TierOutcome.FAILED
     assert tier.lookup([key(1)]) == [Lookup.HIT]
     assert tier.stats().failures == 1
-    path.rmdir()
     (tmp_path / "away").rename(path)
+    assert load(tier, 1) is TierOutcome.DONE
+    tier.close()
+
+
+def test_a_block_that_the_disk_cannot_read_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = SsdTier(tmp_path, 4 * MIB)
+    store(tier, 1)
+
+    def read(fd: int, parts: object, offset: int) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", read)
+        assert check_folder(tmp_path).num_corrupt == 1
+        assert load(tier, 1) is TierOutcome.CORRUPT
+    assert tier.lookup([key(1)]) == [Lookup.MISS]
+    assert tier.stats().corrupt == 1
+    store(tier, 1)
     assert load(tier, 1) is TierOutcome.DONE
     tier.close()
 

@@ -313,10 +313,10 @@ def _write_file(path: str, old: str | None, header: RecordHeader, source: BlockB
 
 
 def read_file(path: str, target: BlockBytes) -> int | None:
-    """Read a block from a file; return the checksum, or None if the file has another size.
+    """Read a block from a file; return the checksum, or None if the disk does not yield its bytes.
 
     Raises:
-        OSError: The file cannot be read.
+        OSError: The file cannot be opened.
     """
     fd, _ = _open_direct(path, os.O_RDONLY)
     try:
@@ -328,7 +328,11 @@ def read_file(path: str, target: BlockBytes) -> int | None:
 def read_open_file(fd: int, target: BlockBytes) -> int | None:
     """Read a block as ``read_file`` does, from a file that is open."""
     parts, odd = _parts(target)
-    if os.preadv(fd, parts, PAGE_BYTES) != padded(target.nbytes):
+    try:
+        num_read = os.preadv(fd, parts, PAGE_BYTES)
+    except OSError:  # a bad sector: further tries would fail too
+        return None
+    if num_read != padded(target.nbytes):
         return None
     target[target.nbytes - odd.nbytes :] = odd
     return checksum(target)
