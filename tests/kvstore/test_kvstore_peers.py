@@ -6,6 +6,7 @@ import os
 import secrets
 import signal
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -17,10 +18,11 @@ import pytest
 
 from banaserve.base.access.key_files import PEER_KEY_VARIABLE
 from banaserve.base.errors import UserError
-from banaserve.kvstore.client.admin import set_peers
+from banaserve.kvstore.client.admin import fetch_stats, set_peers
 from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.daemon.connections.peer_server import PeerServer
-from banaserve.kvstore.daemon.options import PeerOptions, StoreOptions
+from banaserve.kvstore.daemon.options import DaemonOptions, PeerOptions, StoreOptions
+from banaserve.kvstore.daemon.server import StoreServer
 from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.peers.link import connect_to_peer
 from banaserve.kvstore.peers.messages import VERSION, PeerHello, PeerWelcome, message_of, reply_in
@@ -113,6 +115,41 @@ def test_a_peer_that_stands_still_is_left_without_waiting(
     os.kill(there.process.pid, signal.SIGCONT)
     set_peers(here.path, [there.address])
     eventually(lambda: here.read(chain(0, 4)) == 4)
+
+
+@pytest.mark.parametrize(
+    ("refused", "nth"),
+    [("peer-", 1), ("peer-", 4), ("push-", 1), ("close-127", 1), ("close-push-", 1)],
+)
+def test_a_store_that_gets_no_more_threads_says_so_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str, nth: int
+) -> None:
+    path, start, num_asked = tmp_path / "here", threading.Thread.start, 0
+
+    def refuse(thread: threading.Thread) -> None:
+        nonlocal num_asked
+        num_asked += thread.name.startswith(refused)
+        if thread.name.startswith(refused) and num_asked == nth:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    peers = PeerOptions(peers=("127.0.0.1:9",), key=KEY)
+    server = StoreServer(DaemonOptions(size="64KiB", socket_path=path, peers=peers))
+    running = threading.Thread(target=server.run)
+    running.start()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(UserError, match="not all of its peers are set: can't start"):
+                set_peers(path, ["127.0.0.1:10"])
+        set_peers(path, ["127.0.0.1:10"])
+        (tier,) = fetch_stats(path).tiers
+        assert tier.stats.problem.startswith("127.0.0.1:10: "), "the other one is left"
+    finally:
+        server.stop()
+        running.join()
+        server.close()
+    assert not [thread for thread in threading.enumerate() if "127.0.0.1" in thread.name]
 
 
 def test_peers_that_cannot_be_set(two: tuple[PeerStore, PeerStore], tmp_path: Path) -> None:

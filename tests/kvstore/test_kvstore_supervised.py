@@ -15,6 +15,7 @@ from banaserve.base.errors import StoreUnavailableError, UserError
 from banaserve.base.platform.processes import is_running
 from banaserve.kvstore.client.admin import fetch_stats
 from banaserve.kvstore.client.client import StoreClient
+from banaserve.kvstore.daemon import supervised
 from banaserve.kvstore.daemon.options import PeerOptions, StoreOptions
 from banaserve.kvstore.daemon.supervised import StoreTimeouts, SupervisedStore
 from banaserve.kvstore.leases import Lookup
@@ -100,6 +101,21 @@ async def test_peers_that_are_set_outlive_a_restart(tmp_path: Path) -> None:
         await asyncio.to_thread(eventually, lambda: "127.0.0.1:10" in problem())
     finally:
         await store.stop()
+
+
+async def test_a_daemon_without_threads_for_its_peers_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    peers = PeerOptions(f"127.0.0.1:{free_port()}", (), "k" * 16)
+    options = StoreOptions(size="64KiB", peers=peers)
+    store = SupervisedStore(tmp_path / "kv", options, tmp_path / "log", lambda: None)
+
+    def refuse(path: Path, peers: object) -> None:
+        raise UserError("not all of its peers are set: can't start new thread")
+
+    monkeypatch.setattr(supervised, "set_peers", refuse)
+    await store.set_peers(["127.0.0.1:9"])
+    assert "can't start new thread" in caplog.text
 
 
 async def test_a_daemon_that_hangs_while_it_starts_is_ended(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import ExitStack
 
 import msgspec
@@ -186,9 +187,18 @@ def test_a_closed_tier_is_noticed_by_whoever_comes_first(stack: ExitStack) -> No
     assert store.service.stats().used_slots == 0
 
 
-def test_a_tier_that_cannot_even_close_keeps_its_slots(stack: ExitStack) -> None:
+def no_thread(_thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("has_threads", [True, False])
+def test_a_tier_that_cannot_even_close_keeps_its_slots(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, has_threads: bool
+) -> None:
     store, tier = filled(stack, *KEYS[:2])
     tier.close = lambda: 1 / 0  # type: ignore[assignment, method-assign]
+    if not has_threads:
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
     store.release(store.exchange(KEYS[:2]))
     tier.raises = RuntimeError("out of order")
     os.eventfd_write(tier.fd, 1)
@@ -199,6 +209,15 @@ def test_a_tier_that_cannot_even_close_keeps_its_slots(stack: ExitStack) -> None
 
 
 # ---- the end, and other geometries
+
+
+def test_the_end_does_not_wait_for_a_tier_without_a_thread_to_close_it(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, tier = filled(stack, KEYS[0])
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    stack.close()
+    assert not tier.closed
 
 
 def test_draining_writes_what_is_left(stack: ExitStack) -> None:

@@ -8,6 +8,7 @@ import os
 import random
 import select
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -165,6 +166,21 @@ def test_a_file_that_cannot_be_opened_for_now(tmp_path: Path) -> None:
     assert tier.stats().failures == 1
     (tmp_path / "away").rename(path)
     assert load(tier, 1) is TierOutcome.DONE
+    tier.close()
+
+
+def test_a_disk_without_threads_can_be_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = SsdTier(tmp_path, 4 * MIB)
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="new thread"):
+        tier.submit_store(BlockName(key(1), None), content(1))
+    assert tier._workers.is_idle
     tier.close()
 
 

@@ -156,8 +156,11 @@ class StoreServer:
                 "this store shares blocks with no other: it was started without a key of peers"
             )
         addresses = [host_and_port("--kv-store-peer", peer) for peer in peers]
-        self._peers.set_addresses(addresses)
-        self._pushing.set_peers(addresses)
+        try:
+            self._peers.set_addresses(addresses)
+            self._pushing.set_peers(addresses)
+        except RuntimeError as error:  # the process or its container has no more threads
+            raise UserError(f"not all of its peers are set: {error}") from None
 
     def _on_parent_death(self, _events: int) -> None:
         log.info("stopping: the process that started the store is gone")

@@ -114,6 +114,8 @@ class SupervisedStore:
             await in_daemon_thread(lambda: set_peers(self.socket_path, peers))
         except StoreUnavailableError as error:
             log.warning("its peers are told when it has been started again: %s", error)
+        except UserError as error:  # not of the peers, which are checked: it lacks threads
+            log.error("the KV cache store goes on: %s", error)
 
     async def _launch(self) -> None:
         launched = self._options

@@ -68,6 +68,9 @@ class PeerLink:
 
     Both sides know ``key``. The owner of the link sets ``problem``, the reason why the peer is not
     asked, from ``LinkChange`` events.
+
+    Raises:
+        RuntimeError: The process or its container has no more threads.
     """
 
     def __init__(self, host: str, port: int, key: bytes, events: Mailbox[PeerEvent]) -> None:
@@ -82,13 +85,16 @@ class PeerLink:
         self._channels: dict[StreamChannel, socket.socket] = {}
         self._is_up = threading.Event()
         self._is_over = threading.Event()
-        self._threads = [threading.Thread(target=self._ask_for_ever, daemon=True)]
-        self._threads += [
-            threading.Thread(target=self._load_for_ever, daemon=True) for _ in range(NUM_STREAMS)
-        ]
-        for thread in self._threads:
-            thread.name = f"peer-{self.name}"
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        # The thread that connects is last: if one does not start, those before it can end at once.
+        for target in (*[self._load_for_ever] * NUM_STREAMS, self._ask_for_ever):
+            thread = threading.Thread(target=target, name=f"peer-{self.name}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                self.close()
+                raise
+            self._threads.append(thread)
 
     def ask(self, keys: list[bytes]) -> None:
         """Ask about at most ``MAX_KEYS`` keys; the answer is an event."""

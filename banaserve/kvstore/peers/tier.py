@@ -91,6 +91,9 @@ class PeersTier:
         """Ask these peers from now on, and no others; do not wait until new ones are connected.
 
         Loads under way from a peer that is left out fail.
+
+        Raises:
+            RuntimeError: There are no more threads; a later call sets the addresses that are left.
         """
         if self._is_closed:
             return
@@ -99,22 +102,20 @@ class PeersTier:
         for link in [one for one in self._links if one.address not in wanted]:
             self._leave(link)
         here = {link.address for link in self._links}
-        self._links += [
-            PeerLink(host, port, self._key, self._events)
-            for host, port in wanted
-            if (host, port) not in here
-        ]
+        for host, port in wanted:
+            if (host, port) not in here:
+                self._links.append(PeerLink(host, port, self._key, self._events))
 
     def _leave(self, link: PeerLink) -> None:
+        # Closed in another thread, since the link's threads may be waiting for a lost machine.
+        closing = threading.Thread(target=link.close, name=f"close-{link.name}")
+        closing.start()
+        self._closing = [*(one for one in self._closing if one.is_alive()), closing]
         self._links.remove(link)
         link.problem = f"{link.name}: it is no peer any more"
         self._forget(link)
         for key in [key for key, question in self._questions.items() if link in question.open]:
             self._on_answer(link, key, is_there=False)
-        # Closed in another thread, since the link's threads may be waiting for a lost machine.
-        self._closing = [one for one in self._closing if one.is_alive()]
-        self._closing.append(threading.Thread(target=link.close, name=f"close-{link.name}"))
-        self._closing[-1].start()
 
     def lookup(self, keys: Sequence[bytes]) -> list[Lookup]:
         """Return the state of each key by the peers' valid answers; ask about unknown keys."""

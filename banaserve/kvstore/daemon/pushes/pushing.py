@@ -98,17 +98,21 @@ class Pushing:
         """Push to these stores from now on, and to no others, without waiting for any of them.
 
         Pushes that are under way to a store that is left out fail.
+
+        Raises:
+            RuntimeError: There are no more threads; a later call sets the addresses that are left.
         """
         wanted = {written(*address): address for address in addresses}
         for name in [name for name in self._links if name not in wanted]:
-            link = self._links.pop(name)
+            link = self._links[name]
             pushes = [push for push, way in self._pushes.items() if way.link is link]
             # Closed in another thread, since the link's thread may be waiting for a lost machine.
-            self._closing = [one for one in self._closing if one.is_alive()]
-            self._closing.append(
-                threading.Thread(target=self._leave, args=(link, pushes), name=f"close-push-{name}")
+            closing = threading.Thread(
+                target=self._leave, args=(link, pushes), name=f"close-push-{name}"
             )
-            self._closing[-1].start()
+            closing.start()
+            self._closing = [*(one for one in self._closing if one.is_alive()), closing]
+            del self._links[name]
         for name, address in wanted.items():
             if name not in self._links:
                 self._links[name] = PushLink(address, self._key, self._over)

@@ -201,7 +201,11 @@ class AttachedTier:
                 on_closed(True)
 
         thread = threading.Thread(target=close, name=f"close-{self.name}", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # the process or its container has no more threads
+            log.error("cannot close the %s tier: %s", self.name, error)
+            on_closed(False)
         return thread
 
     def give_up(self, problem: str) -> None:

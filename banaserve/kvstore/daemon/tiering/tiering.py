@@ -135,7 +135,8 @@ class Tiering:
                 threads.append(tier.close_in_background(lambda _: None))
         deadline_s = self._clock() + timeout_s
         for thread in threads:
-            thread.join(max(0.0, deadline_s - self._clock()))
+            if thread.is_alive():  # it may not even have started
+                thread.join(max(0.0, deadline_s - self._clock()))
             if thread.is_alive():
                 log.error("left a tier behind that did not close in %g s", timeout_s)
         if not self._num_closing:

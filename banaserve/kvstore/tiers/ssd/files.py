@@ -58,10 +58,10 @@ class Workers:
 
         Any other exception of ``call`` is raised by ``poll``.
         """
-        self._num_under_way += 1
         self._threads.submit(call).add_done_callback(
             lambda future: self._ended.put(partial(_tell, then, future))
         )
+        self._num_under_way += 1
 
     def wake(self) -> None:
         """Make ``fd`` readable, so that ``poll`` is called again."""
