@@ -25,6 +25,8 @@ from banaserve.contracts.environment import set_environment
 from banaserve.kvstore.client.cost_gate import FetchPredictor
 
 _MAX_TOKENS = 4096
+_KV_BYTES = 1 << 30
+"""KV cache, in bytes, with room for one prompt of the largest model of ``random_model.SIZES``."""
 
 
 def main() -> int:
@@ -71,7 +73,7 @@ def _engine_options(socket: str) -> dict[str, Any]:
         "dtype": "float32",
         "enforce_eager": True,
         "enable_prefix_caching": False,
-        "kv_cache_memory_bytes": 512 << 20,
+        "kv_cache_memory_bytes": _KV_BYTES,
         "max_model_len": _MAX_TOKENS,
         "max_num_batched_tokens": _MAX_TOKENS,
         "max_num_seqs": 1,

@@ -15,6 +15,7 @@ import pytest
 from banaserve.base.errors import UserError
 from banaserve.base.platform.processes import is_running
 from benchmarks import prefix_ttft
+from benchmarks.drivers import traced
 from benchmarks.gpu import device, report
 from benchmarks.gpu.device import DeviceFacts, check
 from benchmarks.gpu.report import (
@@ -27,6 +28,7 @@ from benchmarks.gpu.report import (
     still_to_run,
 )
 from benchmarks.location import ROOT
+from benchmarks.random_model import SIZES
 from benchmarks.registry import BENCHMARKS
 from waiting import eventually
 
@@ -232,6 +234,17 @@ def test_a_list_of_stages_that_cannot_be_read_is_refused(
 def test_blocks_on_ssd_have_the_size_by_which_they_are_counted() -> None:
     words = prefix_ttft._same()
     assert words[words.index("--block-size") + 1] == str(prefix_ttft._BLOCK_TOKENS)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_traced_engine_has_a_kv_cache_for_each_size(size: str) -> None:
+    """vLLM does not start an engine whose cache is too small for the longest prompt."""
+    _, shape = SIZES[size]
+    head_size = shape.get("head_dim", shape["hidden_size"] // shape["num_attention_heads"])
+    values = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * head_size
+    options = traced._engine_options("")
+    assert options["dtype"] == "float32"
+    assert options["kv_cache_memory_bytes"] >= 4 * values * options["max_model_len"]
 
 
 @pytest.mark.parametrize("size", ["tiny", "1b", "8b"])
