@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -22,12 +23,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+import banaserve
 from banaserve.base.errors import ProtocolError, UserError
 from banaserve.base.platform.stall_watch import Pulse
 from banaserve.migration.guest.throttle import run_low_priority, start_threads
 from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker, Written, spans
 from banaserve.migration.kv.host_kv import HostKv, blocks_gained, make_slab
-from banaserve.migration.kv.slabs import GpuSlab, Slab, merged
+from banaserve.migration.kv.slabs import GpuSlab, Slab, merged, no_wait
 from banaserve.migration.rpc.tensors import TensorBundle, from_wire, restore, to_wire
 from banaserve.transport.interface import TransportOptions
 from banaserve.transport.registry import create
@@ -282,6 +284,30 @@ def test_a_pulse_is_seen_while_a_child_works_for_a_process_that_waits() -> None:
 def test_a_slab_on_a_gpu_needs_a_build_with_cuda() -> None:
     with pytest.raises(UserError, match="BANASERVE_CUDA=1"):
         GpuSlab(PAGE, torch.device("cuda", 0))
+
+
+def test_a_slab_on_a_gpu_gets_what_torch_has_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU of the scripted driver is full until torch gives back what it keeps."""
+    kept = [PAGE]
+
+    class Driver:
+        address, num_bytes, granule_bytes = 0, 2 * PAGE, PAGE
+
+        def __init__(self, num_bytes: int, device: int) -> None:
+            pass
+
+        def map(self, offset: int, num_bytes: int) -> list[int]:
+            if kept:
+                raise MemoryError("std::bad_alloc")
+            return []
+
+    native = SimpleNamespace(GpuSlab=Driver)
+    monkeypatch.setitem(sys.modules, "banaserve._native_cuda", native)
+    monkeypatch.setattr(banaserve, "_native_cuda", native, raising=False)
+    monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
+    with no_wait():  # a guest may be lost during a capture
+        GpuSlab(2 * PAGE, torch.device("cuda", 0)).populate(PAGE)
+    assert not kept
 
 
 def test_a_device_without_slabs_keeps_what_it_holds() -> None:

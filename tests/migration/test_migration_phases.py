@@ -8,17 +8,21 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from banaserve.base.errors import MigrationError
+from banaserve.base.errors import GuestLostError, MigrationError
 from banaserve.contracts.move_phase import ALLOWED, OPEN, ModelGeometry, MovePhase, check_step
-from banaserve.migration.host.host import KEPT, MoveBook
-from banaserve.migration.host.move import Move
+from banaserve.migration.host.host import KEPT, MigrationHost, MoveBook
+from banaserve.migration.host.move import Move, UnitBuilder
+from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker
+from banaserve.migration.kv.host_kv import HostKv
 from banaserve.migration.units.base import MigrationUnit, check_free, overlap
 from banaserve.migration.units.heads import HeadSet
 from banaserve.migration.units.layers import LayerRange
 from banaserve.migration.units.registry import AnyUnit
+from unit_doubles import unit_of
 
 SHAPE = ModelGeometry(num_layers=30, num_kv_heads=3)
 UNIT: Any = SimpleNamespace(unit_id="m", modules=LayerRange(3, 4), residence=None)
@@ -141,3 +145,71 @@ def test_a_move_that_works_is_never_over(phase: MovePhase) -> None:
     move = Move("m", UNIT, None)
     move._phase = phase
     assert move.is_over == (phase not in OPEN | {MovePhase.FREEING})
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_a_move_home_that_ends_early_leaves_no_memory_backed(
+    monkeypatch: pytest.MonkeyPatch, is_refused: bool
+) -> None:
+    """The second layer gets no memory, as if cuMemCreate had none; or the move is aborted."""
+    host = HostKv({name: torch.ones(8, 2, 16, 64) for name in ("l0", "l1", "l2")}, 1.0)
+    unit = unit_of(LayerRange(0, 2), host)
+    unit.free()
+    resident_bytes, populate = host.resident_bytes, host.populate
+    link, kv = SimpleNamespace(lost=None), SimpleNamespace()
+    monkeypatch.setattr(unit, "residence", SimpleNamespace(link=link, kv=kv))
+
+    def refuse(name: str, num_blocks: int) -> None:
+        if is_refused and name == "l1":
+            raise MemoryError("std::bad_alloc")
+        populate(name, num_blocks)
+        host.tensors[name][:] = 1  # some kernels back memory on first touch only
+
+    monkeypatch.setattr(host, "populate", refuse)
+    move = Move("m", unit, None)
+    move.prepare(UnitBuilder(host), DirtyBlockTracker(8))
+    assert move.join(30.0)
+    if is_refused:
+        assert (move.phase, move.error) == (
+            MovePhase.FAILED,
+            "there is no memory for its KV at home",
+        )
+    else:
+        assert host.resident_bytes > resident_bytes
+        move.enter(MovePhase.ABORTED)
+        move.give_up()
+    assert host.resident_bytes == resident_bytes
+
+
+def test_units_of_a_lost_guest_come_home_only_if_all_have_memory_there() -> None:
+    """vLLM goes on after a call that failed, and a step must not touch KV that is not backed."""
+    free, closed, home = [2], [], []
+
+    def unit(number: int) -> Any:
+        def make_room() -> None:
+            if number >= free[0]:
+                raise MemoryError("std::bad_alloc")
+
+        kv = SimpleNamespace(close=lambda: closed.append(number))
+        residence = SimpleNamespace(kv=kv)
+        return SimpleNamespace(modules=number, residence=residence, make_room=make_room)
+
+    away = [unit(number) for number in range(3)]
+    host: Any = SimpleNamespace(
+        moves=[],
+        kv=SimpleNamespace(must_be_backed=True),
+        placement=SimpleNamespace(at=lambda _: away, put=lambda unit, _: home.append(unit)),
+        num_guests_lost=0,
+        epoch=1,
+        step_context=SimpleNamespace(dirty_blocks=DirtyBlockTracker(8)),
+        lost_steps=SimpleNamespace(kv_lost=lambda: None),
+        _take_home_lost=lambda: None,
+    )
+    lost: Any = None
+    with pytest.raises(MemoryError):
+        MigrationHost.guest_lost(host, lost, GuestLostError("gone"))
+    assert not home
+    assert not closed
+    free[0] = 3
+    MigrationHost.guest_lost(host, lost, GuestLostError("gone"))
+    assert (home, closed) == (away, [0, 1, 2])

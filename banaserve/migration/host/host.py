@@ -323,6 +323,10 @@ class MigrationHost:
 
         All KV of the engine is recomputed: requests share blocks, and if a block were recomputed
         in place, another request would read it before it is ready.
+
+        Raises:
+            MemoryError: There is no memory for the KV at home. The units stay in the lost guest,
+                so the next step tries again, and ends the engine if it fails too.
         """
         lost = self.placement.at(link)
         for move in self.moves:
@@ -335,14 +339,15 @@ class MigrationHost:
         if not lost:
             return
         logger.error("%s: %s come home", error, ", ".join(str(u.modules) for u in lost))
+        if self.kv.must_be_backed:
+            for unit in lost:  # before any comes home: a step must not touch what is not backed
+                unit.make_room()
         self.num_guests_lost += 1
         for unit in lost:
             assert unit.residence is not None
             unit.residence.kv.close()
             self.placement.put(unit, None)
-            if self.kv.must_be_backed:
-                unit.make_room()
-            else:
+            if not self.kv.must_be_backed:
                 unit.heal()
         self.epoch += 1
         self.step_context.dirty_blocks.forget()

@@ -168,11 +168,17 @@ class Move:
                 self.new_residence = builder.build(self.unit, self.target, dirty_blocks)
                 self.facts.weight_bytes = self.new_residence.weight_bytes
             else:
-                self.unit.make_room()
+                self._make_room()
             self.mover = builder.mover(self.unit, self.source, self.new_residence)
             self.facts.prepare_s = time.perf_counter() - began_s
 
         self._begin(work, MovePhase.PREPARED)
+
+    def _make_room(self) -> None:
+        try:
+            self.unit.make_room()
+        except MemoryError:
+            raise MigrationError("there is no memory for its KV at home") from None
 
     def precopy(self, dirty_blocks: DirtyBlockTracker) -> None:
         """Begin to copy, in rounds while the remaining blocks become fewer; repeatable."""
@@ -254,7 +260,7 @@ class Move:
         return list(self._watch.take())
 
     def give_up(self) -> None:
-        """Stop the copies; release the built unit, now or when the thread ends.
+        """Stop the copies; release the built unit or the room, now or when the thread ends.
 
         The caller has entered ABORTED, or called ``fail``.
         """
@@ -271,9 +277,12 @@ class Move:
 
     def _let_go(self) -> None:
         residence, self.new_residence = self.new_residence, None
-        if residence is not None:
-            with contextlib.suppress(BanaServeError):
+        place = self.unit.residence
+        with contextlib.suppress(BanaServeError, OSError):
+            if residence is not None:
                 residence.leave()
+            elif self.target is None and place is not None and place.link.lost is None:
+                self.unit.free()  # the room at home; a unit whose guest is lost needs it
         self.end_copies()
 
     def end_copies(self) -> None:

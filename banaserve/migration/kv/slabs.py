@@ -24,7 +24,7 @@ from banaserve.transport.memory import Memory
 
 _MAP_NORESERVE = 0x4000
 _libc = ctypes.CDLL(None, use_errno=True)
-_lock = threading.Lock()
+_lock = threading.RLock()  # a guest may be lost while its host captures a graph
 
 
 def wait_for(device: torch.device) -> None:
@@ -35,7 +35,7 @@ def wait_for(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def no_wait() -> Iterator[None]:
-    """Return a context within which no thread of this process is in ``wait_for``."""
+    """Return a context within which no other thread of this process is in ``wait_for``."""
     with _lock:
         yield
 
@@ -149,7 +149,13 @@ class GpuSlab:
         Raises:
             MemoryError: The device has too little free memory; nothing has changed.
         """
-        for offset in self._slab.map(0, num_bytes):
+        try:
+            backed = self._slab.map(0, num_bytes)
+        except MemoryError:
+            with no_wait():  # torch keeps what is freed, and the driver does not ask for it
+                torch.cuda.empty_cache()
+            backed = self._slab.map(0, num_bytes)
+        for offset in backed:
             self._bytes(offset, self._slab.granule_bytes).zero_()
 
     def give_back(self, ranges: Iterable[tuple[int, int]]) -> int:
