@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -15,7 +17,8 @@ from banaserve.base.errors import NoInstanceError, UserError
 from banaserve.cli import main as cli
 from banaserve.cli.app import App
 from banaserve.cli.kvstore import store_rows
-from banaserve.cli.terminal.console import print_rows
+from banaserve.cli.terminal import console
+from banaserve.cli.terminal.console import counting, print_rows
 from banaserve.kvstore.stats import StoreStats
 
 
@@ -231,6 +234,19 @@ def test_help_and_doctor_import_nothing_heavy():
 def test_rows_are_aligned_plain_lines_where_there_is_no_terminal(capsys):
     print_rows([("a", "OK", "fine"), ("long", "missing", "")], {"OK": "green"})
     assert capsys.readouterr().out == "a     OK       fine\nlong  missing\n"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_seconds_count_on_a_terminal_only(is_terminal, monkeypatch):
+    monkeypatch.setattr(console, "_TICK_S", 0.0)
+    terminal, num_threads = io.StringIO(), threading.active_count()
+    monkeypatch.setattr(terminal, "isatty", lambda: is_terminal)
+    ticked = threading.Event()
+    with counting(terminal, lambda _: ticked.set()) as stop:
+        assert not is_terminal or ticked.wait(60)
+        stop()
+        assert (threading.active_count(), ticked.is_set()) == (num_threads, is_terminal)
+    assert terminal.getvalue() == ("\033[K" if is_terminal else "")
 
 
 @pytest.mark.parametrize(

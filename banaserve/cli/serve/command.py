@@ -8,14 +8,13 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import urlsplit
 
 from banaserve.base.config.orchestrator_config import OrchestratorConfig
 from banaserve.base.config.serve_config import ServeConfig
-from banaserve.base.models import ResolvedModel, cache
+from banaserve.base.models import cache
 from banaserve.base.net.sockets import raise_descriptor_limit
 from banaserve.base.platform.linux import available_memory_bytes
 from banaserve.base.platform.run_dir import RunDir, find_offer, open_run_dir
@@ -23,7 +22,7 @@ from banaserve.base.plugins.discovery import PluginGroup
 from banaserve.cli.plugins import rivalries, use_plugins
 from banaserve.cli.serve import emulation, machine
 from banaserve.cli.serve.command_line import make_parser, parse_serve_argv
-from banaserve.cli.terminal.console import Say, print_error, quiet, timed
+from banaserve.cli.terminal.console import counting, print_error, quiet, timed
 from banaserve.contracts.environment import set_environment
 from banaserve.frontdoor.bodies.bounds import RequestBounds
 from banaserve.frontdoor.lifecycle.listening_socket import FrontSocket, SocketClaim
@@ -70,9 +69,7 @@ def serve_command(argv: list[str]) -> int:
         # Also logged, since standard error, where these lines were printed, is often not kept.
         for line in [*(str(plugin) for plugin in found if plugin.problem), *contested]:
             logger.warning("%s", line)
-        say = timed(terminal)
-        model = emulation.resolve(config, say)
-        _serve(config, model, front, run, say, terminal)
+        _serve(config, front, run, terminal)
     return 0
 
 
@@ -139,22 +136,26 @@ def _asked(config: ServeConfig) -> Iterator[tuple[PluginGroup, str]]:
     yield PluginGroup.STORE_TIERS, urlsplit(config.kv_store_distributed).scheme
 
 
-def _serve(
-    config: ServeConfig,
-    model: ResolvedModel,
-    front: FrontSocket,
-    run: RunDir,
-    say: Say,
-    terminal: TextIO,
-) -> None:
-    say("loading vLLM")
-    available_bytes = available_memory_bytes()
-    _set_environment(config)
-    from banaserve.cli.serve import banner, launch
+def _serve(config: ServeConfig, front: FrontSocket, run: RunDir, terminal: TextIO) -> None:
+    say, tick = timed(terminal), timed(terminal, end="\r")
+    with counting(terminal, tick):
+        model = emulation.resolve(config, say)
+        say("loading vLLM")
+        available_bytes = available_memory_bytes()
+        _set_environment(config)
+        from banaserve.cli.serve import banner, launch
 
-    with launch.prepared(config, model, front, run, available_bytes) as parts:
+    with (
+        launch.prepared(config, model, front, run, available_bytes) as parts,
+        counting(terminal, tick) as stop_counting,
+    ):
         facts = banner.facts_of(parts)
-        launch.run_server(parts, say, partial(banner.print_banner, parts, facts, terminal))
+
+        def on_open(page_code: str) -> None:
+            stop_counting()
+            banner.print_banner(parts, facts, terminal, page_code)
+
+        launch.run_server(parts, say, on_open)
 
 
 def _set_environment(config: ServeConfig) -> None:

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 # A style of rich; ignored if the output is not a terminal.
 Style = str
 Say = Callable[[str], None]
+_TICK_S = 1.0
+_REST_OF_LINE_ERASED = "\033[K"
 T = TypeVar("T")
 Columns = Mapping[str, Callable[[T], str]]
 """Columns of a table: functions that make the cells of a row, by heading."""
@@ -38,14 +41,46 @@ def print_json(found: Any, indent: int | None = 2) -> None:
     print(json.dumps(msgspec.to_builtins(found), indent=indent))
 
 
-def timed(terminal: TextIO) -> Say:
+def timed(terminal: TextIO, end: str = "\n") -> Say:
     """Return a function that prints a line with the seconds since this call."""
     started_s = time.monotonic()
 
     def say(text: str) -> None:
-        print(f"[{time.monotonic() - started_s:5.1f} s] {text}", file=terminal, flush=True)
+        seconds = time.monotonic() - started_s
+        print(f"[{seconds:5.1f} s] {text}", end=end, file=terminal, flush=True)
 
     return say
+
+
+@contextlib.contextmanager
+def counting(terminal: TextIO, tick: Say) -> Iterator[Callable[[], None]]:
+    """Call ``tick`` each second on a thread of its own, if ``terminal`` is a terminal.
+
+    Args:
+        tick: Function of ``timed`` that ends in a carriage return: any other output overwrites it.
+
+    Yields:
+        Function that ends this before the block ends.
+    """
+    over = threading.Event()
+
+    def count() -> None:
+        while not over.wait(_TICK_S):
+            tick("")
+
+    def stop() -> None:
+        over.set()
+        if thread.is_alive():
+            thread.join()
+            print(_REST_OF_LINE_ERASED, end="", file=terminal, flush=True)
+
+    thread = threading.Thread(target=count, daemon=True)
+    if terminal.isatty():
+        thread.start()
+    try:
+        yield stop
+    finally:
+        stop()
 
 
 def rows_of(columns: Columns[T], found: Iterable[T]) -> list[tuple[str, ...]]:
