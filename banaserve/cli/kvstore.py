@@ -100,7 +100,8 @@ def store_rows(stats: StoreStats) -> list[Row]:
     rows = [
         (
             "memory",
-            f"{_of(stats.used_bytes, stats.capacity_bytes)}, {_rate(stats.hits, num_asked)}",
+            f"{_of(stats.used_bytes, stats.capacity_bytes)}, {_rate(stats.hits, num_asked)}"
+            ", hand-overs included",
         ),
         ("slots", f"{stats.used_slots} of {stats.num_slots} used, {slot_size} each"),
     ]

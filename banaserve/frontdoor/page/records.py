@@ -124,8 +124,9 @@ class StorePanel(msgspec.Struct, frozen=True):
     """The KV cache store.
 
     Attributes:
-        hits, misses: Numbers of requested blocks that were, and were not, in memory, since the
-            store's start.
+        hits, misses: Numbers of blocks that were, and were not, in memory or a tier when a
+            request asked for them, since the store's start. Hand-overs do not count: each
+            finds all its blocks.
     """
 
     hits: int

@@ -158,7 +158,11 @@ def store_panel(stats: StoreStats) -> records.StorePanel:
         for tier in stats.tiers
     ]
     return records.StorePanel(
-        stats.hits, stats.misses, stats.num_leases, stats.lent_bytes, [memory, *tiers]
+        stats.found_blocks,
+        stats.asked_blocks - stats.found_blocks,
+        stats.num_leases,
+        stats.lent_bytes,
+        [memory, *tiers],
     )
 
 

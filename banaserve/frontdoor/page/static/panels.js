@@ -48,7 +48,7 @@ export function showStore(store) {
       fact("Leases", count(store.num_leases)),
       store.lent_bytes ? fact("Lent to other machines", bytes(store.lent_bytes)) : null),
     h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Tiers" },
-      table(["Tier", "", "In use", ">Blocks", ">Hits", ">Evicted"], rows)));
+      table(["Tier", "", "In use", ">Blocks", ">Delivered", ">Evicted"], rows)));
 }
 
 export function meter(part, words) {
