@@ -7,6 +7,7 @@ import copy
 import difflib
 import io
 import json
+import textwrap
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -106,18 +107,22 @@ def engine_config(args: Namespace) -> VllmConfig:
     return config
 
 
+def _short(error: Exception) -> str:
+    """Return the error's words in one line, cut where they are long."""
+    return textwrap.shorten(str(error), 500, placeholder=" ...")
+
+
 def _made(args: Namespace) -> VllmConfig:
     try:
         engine_args = AsyncEngineArgs.from_cli_args(args)
         return engine_args.create_engine_config(UsageContext.OPENAI_API_SERVER)
     except (ValueError, OSError, NotImplementedError) as refused:
-        first = str(refused).strip().splitlines()
-        raise UserError(f"vLLM cannot serve this: {' '.join(first)[:400]}") from refused
+        raise UserError(f"vLLM cannot serve this: {_short(refused)}") from refused
     except RuntimeError as unfit:
         if not args.reasoning_parser:
             raise
         words = f"--reasoning-parser {args.reasoning_parser} does not fit this model"
-        raise UserError(f"{words}: {' '.join(str(unfit).split())[:400]}") from unfit
+        raise UserError(f"{words}: {_short(unfit)}") from unfit
 
 
 def pools(config: VllmConfig) -> bool:

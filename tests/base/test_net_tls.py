@@ -29,6 +29,8 @@ def test_what_makes_no_context_is_said_in_one_line(tmp_path: Path) -> None:
         ServerTls(str(certificate), str(key), suites="NOTHING").context()
     with pytest.raises(UserError, match="No such file"):
         ServerTls(str(tmp_path / "nothing.pem")).context()
+    with pytest.raises(UserError, match="give a certificate and its key in PEM"):
+        ServerTls(str(key)).context()
     with pytest.raises(UserError, match="No such file"):
         ClientTls(str(tmp_path / "nothing.pem")).context()
 

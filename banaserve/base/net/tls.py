@@ -64,6 +64,10 @@ class ServerTls:
             made.load_cert_chain(self.certificate, self.key or None)
             if self.client_ca:
                 made.load_verify_locations(self.client_ca)
+        except ssl.SSLError as error:
+            raise UserError(
+                f"{' '.join(self.files)}: give a certificate and its key in PEM: {error}"
+            ) from error
         except OSError as error:
             raise UserError(f"{' '.join(self.files)}: {error.strerror or error}") from error
         made.verify_mode = ssl.VerifyMode(self.client_certificates)

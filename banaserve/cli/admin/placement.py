@@ -61,7 +61,7 @@ def sharing_line(found: GuestSharing) -> str:
     line = f"guests beside {found.instance} take at most {found.fraction:.0%} of its device"
     if not found.num_guests:
         return line
-    line += f": {found.num_guests} of them {found.busy_fraction:.0%} lately, its steps take "
+    line += f": {found.num_guests} took {found.busy_fraction:.0%} lately, its steps take "
     line += f"{found.predicted_slow_down:.2f} times as long"
     if found.measured_slow_down is not None:
         line += f" by that, {found.measured_slow_down:.2f} times as measured"
