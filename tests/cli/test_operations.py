@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NoReturn
 
 import pytest
@@ -46,6 +47,25 @@ def test_an_interrupt_before_the_answer_says_that_the_server_may_have_begun(caps
     with pytest.raises(KeyboardInterrupt):
         begin(Interrupted("begin"), None)  # type: ignore[arg-type]
     assert "whether the server has begun" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "lines"),
+    [(True, ["running, 0 s", "running, 7 s", "done"]), (False, ["running", "done"])],
+)
+def test_seconds_are_part_of_the_progress_on_a_terminal_only(
+    is_terminal: bool, lines: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    begun, later, ended = (
+        RollingRestart("e1", state, [], seconds=seconds)
+        for state, seconds in (("running", 0.2), ("running", 7.1), ("done", 9.0))
+    )
+    shown, operations = iter([later, ended]), Interrupted("never")
+    monkeypatch.setattr(operations, "show", lambda *_, **__: next(shown))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    told = {"progress": lambda one: one.state, "done": str, "failure": never}
+    assert follow(JsonOptions(), operations, begun, **told) == 0  # type: ignore[arg-type]
+    assert capsys.readouterr().err.splitlines() == lines
 
 
 def test_an_interrupt_that_aborts_nothing_says_that_the_operation_continues(capsys: Any) -> None:

@@ -59,7 +59,8 @@ def follow(
     """Wait for the end of an operation, print the operation, and return the exit code.
 
     Args:
-        progress: Returns the line that describes a state; a changed line is printed unless empty.
+        progress: Returns the line that describes a state; a changed line is printed unless empty,
+            on a terminal with the seconds so far.
         done: Returns the lines on an operation that was completed.
         failure: Returns the error of one that was not.
         waits: False to return at once.
@@ -73,7 +74,10 @@ def follow(
 
     def say() -> None:
         nonlocal said
-        if not asked.as_json and (line := progress(state)) and line != said:
+        line = "" if asked.as_json else progress(state)
+        if line and state.is_open and sys.stderr.isatty():
+            line += f", {state.seconds:.0f} s"
+        if line and line != said:
             said = line
             print(line, file=sys.stderr, flush=True)
 
@@ -154,7 +158,7 @@ def scale(
         asked,
         scalings,
         begin(scalings, ScaleRequest(prefill, decode, colocated, instances, timeout_s)),
-        progress=lambda one: f"{one.now or one.state}, {one.seconds:.0f} s" if one.is_open else "",
+        progress=lambda one: one.now or one.state if one.is_open else "",
         done=_scaled,
         failure=lambda one: f"scaling {one.id} {one.state}: {one.reason or 'by hand'}",
         waits=waits,
@@ -254,7 +258,7 @@ def _change(asked: JsonOptions, ask: NodeRequest, waits: bool) -> int:
         asked,
         changes,
         begin(changes, ask),
-        progress=lambda one: f"{one.now or one.state}, {one.seconds:.0f} s" if one.is_open else "",
+        progress=lambda one: one.now or one.state if one.is_open else "",
         done=lambda one: f"node {one.node} {done} after {one.seconds:.1f} s",
         failure=lambda one: one.reason or f"{one.id} was given up",
         waits=waits,
