@@ -165,7 +165,7 @@ def test_another_layout_of_the_same_model_is_counted() -> None:
 
 def test_a_block_larger_than_the_pool_is_refused() -> None:
     service = make_service()
-    assert "larger size" in refusal(service, 1, changed(page_bytes=POOL_BYTES))
+    assert "larger --kv-store-size" in refusal(service, 1, changed(page_bytes=POOL_BYTES))
 
 
 def test_another_slot_size_waits_until_nobody_uses_the_present_one() -> None:

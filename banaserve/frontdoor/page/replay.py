@@ -134,7 +134,7 @@ def _decoded(line: bytes, place: str) -> DecisionRecord:
             )
         record = msgspec.json.decode(line, type=DecisionRecord)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"{place}: no decision, but {error}") from None
+        raise UserError(f"{place}: not a decision: {error}") from None
     if not 0 <= record.num_layers <= _MAX_LAYERS or len(record.instances) > _MAX_INSTANCES:
         raise UserError(
             f"{place}: {record.num_layers} layers and {len(record.instances)} instances are more "

@@ -14,7 +14,7 @@ from banaserve.base.config.serve_config import KEPT_QUOTA, ServeConfig
 from banaserve.base.errors import UserError
 from banaserve.base.net.addresses import host_and_port
 from banaserve.kvstore.fingerprint import PAGE_BYTES
-from banaserve.kvstore.sizes import format_size, parse_size
+from banaserve.kvstore.sizes import parse_size
 from banaserve.kvstore.tiers.registry import distributed_tier
 from banaserve.transport.interface import MIN_SECRET_BYTES
 
@@ -169,7 +169,7 @@ class StoreOptions:
             )
         self.peers.check()
         if self.pool_bytes < PAGE_BYTES:
-            raise UserError(f"a store of {self.size} is too small: give {format_size(PAGE_BYTES)}")
+            raise UserError(f"a store of {self.size} is too small: give a size such as 1GiB")
         parse_size(self.ssd_size)
         if self.distributed:
             distributed_tier(self.distributed)

@@ -253,7 +253,8 @@ class StoreService:
         if fingerprint.slot_bytes > self.pool_bytes:
             return (
                 f"one block of {client_name} takes {format_size(fingerprint.slot_bytes)} and the "
-                f"pool has {format_size(self.pool_bytes)}: start the store with a larger size"
+                f"pool has {format_size(self.pool_bytes)}: give a larger --kv-store-size (of "
+                "`banaserve kvstore`: --size)"
             )
         for other_name, other in self._peers():
             if fingerprint.differing_fields(other) == ("probe",):
