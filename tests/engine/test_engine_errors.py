@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import mmap
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
+from banaserve.base.errors import UserError
+from banaserve.engine import engine_args
 from banaserve.engine.compat.engine_errors import (
     CAUSE_ELSEWHERE,
     REMEDIES,
@@ -92,3 +95,14 @@ def test_the_installed_vllm_says_these_words(remedy: Remedy, installed: Path) ->
 def test_the_installed_vllm_points_to_causes_with_these_words(words: str, installed: Path) -> None:
     places = ("v1/engine/utils.py", "v1/executor/multiproc_executor.py")
     assert any(words in (installed / place).read_text(encoding="utf-8") for place in places)
+
+
+def test_what_vllm_refuses_is_one_line_that_is_cut_between_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: Namespace) -> None:
+        raise ValueError("the reason:\n" + "word " * 200)
+
+    monkeypatch.setattr(engine_args.AsyncEngineArgs, "from_cli_args", refuse)
+    with pytest.raises(UserError, match=r"^vLLM cannot serve this: the reason:( word)+ \.\.\.$"):
+        engine_args.engine_config(Namespace(additional_config={}))
