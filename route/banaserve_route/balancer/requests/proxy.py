@@ -137,7 +137,7 @@ class ProxiedRequest:
         return False
 
     def waited_too_long(self) -> None:
-        self._answer(503, self._why or "no replica became free in time; try again shortly", 2.0)
+        self._answer(503, self._why or "no replica was up and free in time; try again shortly", 2.0)
 
     def _send(self, decision: RoutingDecision) -> None:
         attempt = self._attempt = self._begin(decision, self)
