@@ -6,8 +6,8 @@ from enum import Enum
 
 import msgspec
 
+from banaserve.contracts.migration_api import Overlapping
 from banaserve.contracts.move_phase import MovePhase
-from banaserve.migration.microbatch.overlap import OverlapStatus
 from banaserve.migration.rpc.messages import GuestAddress, GuestUsage
 from banaserve.migration.units.registry import AnyUnit
 
@@ -150,7 +150,7 @@ class HostStatus(msgspec.Struct, frozen=True):
     units: list[UnitStatus]
     guests_lost: int
     steps_lost: int
-    overlap: OverlapStatus
+    overlap: Overlapping
     kv: KvStatus
     graph_sizes: list[int] | None
     graphs_captured: int
@@ -217,7 +217,7 @@ class MigrationApi:
         """Abort a move, at any time before its commit."""
         raise NotImplementedError
 
-    def banaserve_migration_overlap(self, max_microbatches: int) -> OverlapStatus:
+    def banaserve_migration_overlap(self, max_microbatches: int) -> Overlapping:
         """Set the maximum micro-batches of the next steps, for while ranges of layers are away.
 
         With micro-batches host and guests compute concurrently; with 1 the host waits for its

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from banaserve.base.config.serve_config import Budget
 from banaserve.base.errors import MigrationError, ProtocolError
+from banaserve.contracts.migration_api import Overlapping
 from banaserve.contracts.move_phase import MovePhase
 from banaserve.contracts.rpc.engine_api import CoreApi, PoolResize, PoolStatus, WorkerApi
 from banaserve.contracts.rpc.typed_rpc import RemoteCall, call, implements
 from banaserve.contracts.trace_events import EngineAnswer, EngineNotes
 from banaserve.kvstore.fingerprint import Fingerprint
-from banaserve.migration.microbatch.overlap import OverlapStatus, OverlapTimes
 from banaserve.migration.rpc.messages import GuestAddress, GuestUsage
 from banaserve.migration.units.context import Context
 from banaserve.migration.units.experts import ExpertSet
@@ -47,7 +47,7 @@ UNITS = [
     UnitStatus("m4", Context(7, 9), "g2", 5, 128),
     UnitStatus("m5", ExpertSet({1: (0, 3), 4: (2,)}), "g2", 5, None),
 ]
-OVERLAP = OverlapStatus(4, "its tokens look at later ones", 1, 2, 6, 0.25, OverlapTimes(1.0, 2.0))
+OVERLAP = Overlapping(4, "its tokens look at later ones", 1, 2, 6, 0.25)
 STATUS = HostStatus(
     epoch=5,
     guests={

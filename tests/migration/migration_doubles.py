@@ -31,8 +31,7 @@ LAYERS = MoveLayers("d0", "p0", (10, 20))
 THEN = {"preparing": "prepared", "copying": "copied", "freeing": "freed"}
 
 
-_NO_TIMES = {"predicted_s": 0.0, "waiting_s": 0.0, "measured_s": 0.0, "wrong_s": 0.0}
-_NO_STEPS = {"steps_cut": 0, "steps_waited": 0, "parts": 0, "times": _NO_TIMES}
+_NO_STEPS = {"steps_cut": 0, "steps_waited": 0, "parts": 0}
 _POOL_COUNTS = {"free_blocks": 0, "running": 0, "waiting": 0, "preemptions": 0}
 Plain = dict[str, Any]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from banaserve.base.errors import MigrationError
+from banaserve.contracts.migration_api import Overlapping
 from banaserve.contracts.rpc.typed_rpc import implements
 from banaserve.engine.compat.runner import hooks as runner_hooks
 from banaserve.migration.host.host import MigrationHost, attach
@@ -18,7 +19,6 @@ from banaserve.migration.worker_api import (
     LinkState,
     MigrationApi,
     MoveReport,
-    OverlapStatus,
     UnitStatus,
 )
 
@@ -124,7 +124,7 @@ class MigrationMethods:
         return self._migration().abort(move_id).report()
 
     @implements(MigrationApi.banaserve_migration_overlap)
-    def banaserve_migration_overlap(self, max_microbatches: int) -> OverlapStatus:
+    def banaserve_migration_overlap(self, max_microbatches: int) -> Overlapping:
         placement = self._migration().placement
         placement.set_overlap(max_microbatches)
         return placement.overlap.status()

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from typing import Any
 
-import msgspec
 from torch import nn
 
 from banaserve.base.config.serve_config import MAX_MICROBATCHES
 from banaserve.base.errors import MigrationError
+from banaserve.contracts.migration_api import Overlapping
 from banaserve.engine.compat.runner.attention import get_forward_context
 from banaserve.migration.kv.step_context import StepContext
 from banaserve.migration.microbatch.pipeline import (
@@ -48,33 +47,6 @@ _LEARN_EVERY = 8
 """Small steps for each one that is planned and learnt from, which takes tenths of a millisecond."""
 
 
-class OverlapTimes(msgspec.Struct):
-    """Sums of the times of the layers, over all steps that could be cut, in seconds.
-
-    Attributes:
-        predicted_s: Time predicted for the steps as they were cut.
-        waiting_s: Time predicted for the same steps in one part.
-        wrong_s: Sum of the absolute errors of the predictions.
-    """
-
-    predicted_s: float = 0.0
-    waiting_s: float = 0.0
-    measured_s: float = 0.0
-    wrong_s: float = 0.0
-
-
-class OverlapStatus(msgspec.Struct, frozen=True):
-    """Status of a host and the guests of its layers that compute at once; see ``Overlapping``."""
-
-    max_microbatches: int
-    blocker: str
-    steps_cut: int
-    steps_waited: int
-    parts: int
-    prediction_error: float
-    times: OverlapTimes
-
-
 class Overlap:
     """Wrapper of the model's layers while a range is remote and steps may be cut.
 
@@ -105,7 +77,6 @@ class Overlap:
         self._result: Any = None
         self._num_cut = self._num_waited = self._num_microbatches = self._num_small = 0
         self._error_fraction = 0.0
-        self._sums = OverlapTimes()
 
     # ---- between two steps, and when a guest is lost in one
 
@@ -166,16 +137,15 @@ class Overlap:
         """Return the maximum number of micro-batches of a step with the present placement."""
         return 1 if self.blocker else self.max_microbatches
 
-    def status(self) -> OverlapStatus:
+    def status(self) -> Overlapping:
         """Return the counts so far, for the coordinator."""
-        return OverlapStatus(
+        return Overlapping(
             max_microbatches=self.max_microbatches,
             blocker=self.blocker,
             steps_cut=self._num_cut,
             steps_waited=self._num_waited,
             parts=self._num_microbatches,
             prediction_error=self._error_fraction,
-            times=copy.copy(self._sums),
         )
 
     # ---- in a step
@@ -243,12 +213,8 @@ class Overlap:
             self._num_waited += 1
         else:
             self._num_cut += 1
-        wrong_s = abs(plan.predicted_s - seconds)
-        self._error_fraction += _SMOOTHING * (wrong_s / seconds - self._error_fraction)
-        self._sums.predicted_s += plan.predicted_s
-        self._sums.waiting_s += plan.waiting_s
-        self._sums.measured_s += seconds
-        self._sums.wrong_s += wrong_s
+        error_fraction = abs(plan.predicted_s - seconds) / seconds
+        self._error_fraction += _SMOOTHING * (error_fraction - self._error_fraction)
 
 
 class _Before(nn.Module):

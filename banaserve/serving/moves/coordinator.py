@@ -10,8 +10,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from banaserve.base.clock import WallClock
 from banaserve.base.errors import BanaServeError, MigrationError
 from banaserve.base.text.names import check_known
@@ -139,7 +137,7 @@ class Coordinator(Operations[Migration]):
         asked = call(MigrationApi.banaserve_migration_overlap, ask.max_microbatches)
         overlap = await host_state.link().ask_workers(asked)
         await host_state.refresh()
-        return msgspec.convert(overlap, Overlapping, from_attributes=True)
+        return overlap
 
     async def expert_load(self, ask: ExpertLoadRequest) -> ExpertLoad:
         """Return how often an instance's routers have chosen each expert since counting began.
