@@ -8,7 +8,7 @@ import msgspec
 
 from banaserve.contracts.migration_api import Overlapping
 from banaserve.contracts.move_phase import MovePhase
-from banaserve.migration.rpc.messages import GuestAddress, GuestUsage
+from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.migration.units.registry import AnyUnit
 
 
@@ -159,7 +159,7 @@ class HostStatus(msgspec.Struct, frozen=True):
 class MigrationApi:
     """Methods of a worker, called by ``collective_rpc``; they run between two engine steps.
 
-    All but ``commit``, ``share`` and ``usage`` return at once: long work runs in a thread, and
+    All but ``commit`` and ``share`` return at once: long work runs in a thread, and
     ``status`` returns its progress. Every method refuses, with the reason, if the engine cannot
     migrate.
     """
@@ -227,13 +227,6 @@ class MigrationApi:
 
     def banaserve_migration_share(self, guest_id: str, fraction: float) -> None:
         """Let a guest compute for at most this fraction of the time, in (0, 1].
-
-        Waits for the guest, and is refused, in the same way as ``usage``.
-        """
-        raise NotImplementedError
-
-    def banaserve_migration_usage(self, guest_id: str) -> GuestUsage:
-        """Return the resources of its target that a guest uses.
 
         Waits for the guest's answer, which comes between two of its steps; refused while the guest
         loads layers.

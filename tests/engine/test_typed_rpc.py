@@ -19,7 +19,7 @@ from banaserve.contracts.rpc.engine_api import CoreApi, PoolResize, PoolStatus, 
 from banaserve.contracts.rpc.typed_rpc import RemoteCall, call, implements
 from banaserve.contracts.trace_events import EngineAnswer, EngineNotes
 from banaserve.kvstore.fingerprint import Fingerprint
-from banaserve.migration.rpc.messages import GuestAddress, GuestUsage
+from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.migration.units.context import Context
 from banaserve.migration.units.experts import ExpertSet
 from banaserve.migration.units.heads import HeadSet
@@ -85,7 +85,6 @@ CALLS: list[tuple[RemoteCall[Any], object]] = [
     (call(MigrationApi.banaserve_migration_overlap, 4), OVERLAP),
     (call(MigrationApi.banaserve_migration_share, "g1", 0.5), None),
     (call(MigrationApi.banaserve_migration_experts, True), {1: [3, 0], 4: [0, 2]}),
-    (call(MigrationApi.banaserve_migration_usage, "g1"), GuestUsage(1, 3, 0.5, 4)),
     (call(MigrationApi.banaserve_migration_status, True), STATUS),
     (call(CoreApi.banaserve_pool_info), POOL),
     (call(CoreApi.banaserve_resize_pool, 450, True), PoolResize(POOL, 2)),

@@ -113,7 +113,7 @@ def test_a_guest_that_works_and_never_answers_is_not_waited_for_for_ever() -> No
     link = GuestClient("g", over_unix(ours), None, lambda: 1, 0.02)  # type: ignore[arg-type]
     link.watch(os.getpid())
     with pytest.raises(GuestLostError, match="not answered in time"):
-        link.ask(messages.GetUsage(), messages.GuestUsage, 0.1)
+        link.ask(messages.SetShare(0.5), messages.StepsDone, 0.1)
     assert link.lost is not None
     theirs.close()
 
@@ -168,7 +168,7 @@ def collected(
     )
     if pid is not None:
         link.watch(pid)
-    link.submit(messages.GetUsage(), TensorBundle())
+    link.submit(messages.SetShare(0.5), TensorBundle())
     return len(link.collect(1))
 
 

@@ -11,7 +11,6 @@ import os
 import traceback
 from collections.abc import Callable, Sequence
 
-import psutil
 import torch
 
 from banaserve.base.errors import MigrationError, ProtocolError, UserError
@@ -71,8 +70,6 @@ class GuestServer:
         self._gpu_transport: Transport | None = None
         self._lane: GuestLane | None = None
         self._uses_lane = False
-        self._told_busy_s = 0.0
-        self._num_runs = 0
 
     def serve(self) -> None:
         """Answer the host until it is gone."""
@@ -122,8 +119,6 @@ class GuestServer:
                 self._share.bound(request.fraction)
             case messages.UseLane():
                 self._use_lane()
-            case messages.GetUsage():
-                return self._usage(), TensorBundle()
         return messages.StepsDone(), TensorBundle()
 
     def _hello(self, hello: messages.GuestHello) -> Answer:
@@ -187,9 +182,7 @@ class GuestServer:
         tensors: Sequence[Tensor] = message.tensors
         if self._uses_lane and self._lane is not None:
             tensors = self._lane.received(tensors)
-        outputs, bundle = unit.serve(request, tensors, self._services)
-        self._num_runs += 1
-        return outputs, bundle
+        return unit.serve(request, tensors, self._services)
 
     def _unit(self, unit_id: str, epoch: int | None = None) -> GuestUnit:
         unit = self._units.get(unit_id)
@@ -198,14 +191,6 @@ class GuestServer:
         if epoch is not None and epoch != unit.epoch:
             raise MigrationError(f"{unit_id} is at epoch {unit.epoch}, not {epoch}")
         return unit
-
-    def _usage(self) -> messages.GuestUsage:
-        resident_bytes = psutil.Process().memory_info().rss
-        busy_s = self._share.busy_s - self._told_busy_s
-        self._told_busy_s = self._share.busy_s
-        num_runs, self._num_runs = self._num_runs, 0
-        weights = sum(unit.weight_bytes for unit in self._units.values())
-        return messages.GuestUsage(resident_bytes, weights, busy_s, num_runs)
 
     def _close(self) -> None:
         for unit in self._units.values():

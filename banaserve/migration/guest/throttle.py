@@ -40,7 +40,6 @@ class ComputeThrottle:
 
     Attributes:
         fraction: Maximum fraction of the time, in (0, 1]; 1 does not delay work.
-        busy_s: Processor time of all work, in seconds of the whole device.
     """
 
     def __init__(
@@ -50,7 +49,6 @@ class ComputeThrottle:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.fraction = 1.0
-        self.busy_s = 0.0
         self._now_s = now_s
         self._used_s = used_s or self._device_seconds
         self._sleep = sleep
@@ -75,9 +73,7 @@ class ComputeThrottle:
         try:
             yield
         finally:
-            took_s = self._used_s() - used_s
-            self.busy_s += took_s
-            self._due_s = began_s + took_s / self.fraction
+            self._due_s = began_s + (self._used_s() - used_s) / self.fraction
 
     def _rest(self) -> None:
         if self.fraction < 1.0 and (left_s := self._due_s - self._now_s()) > 0:

@@ -135,11 +135,6 @@ class MigrationMethods:
         link.ask(messages.SetShare(fraction), messages.StepsDone)
         link.share = fraction
 
-    @implements(MigrationApi.banaserve_migration_usage)
-    def banaserve_migration_usage(self, guest_id: str) -> messages.GuestUsage:
-        link = self._migration().free_link(guest_id)
-        return link.ask(messages.GetUsage(), messages.GuestUsage)
-
     @implements(MigrationApi.banaserve_migration_experts)
     def banaserve_migration_experts(self, counting: bool) -> dict[int, list[int]]:
         return self._migration().expert_load(counting=counting)

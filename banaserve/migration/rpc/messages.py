@@ -274,10 +274,6 @@ class Run(msgspec.Struct, frozen=True):
         return False
 
 
-class GetUsage(msgspec.Struct, frozen=True, tag=True):
-    pass
-
-
 class SetShare(msgspec.Struct, frozen=True, tag=True):
     """Request to compute for at most this fraction of the time from now on, in (0, 1]."""
 
@@ -288,7 +284,7 @@ class UseLane(msgspec.Struct, frozen=True, tag=True):
     """Request to pass tensors and KV in memory of GPUs from now on: the host reaches the lane."""
 
 
-_CONTROL = GuestHello | UseLane | Activate | ReleaseUnit | CopyPages | GetUsage | SetShare
+_CONTROL = GuestHello | UseLane | Activate | ReleaseUnit | CopyPages | SetShare
 Request = _CONTROL | Build[Any] | Run
 
 
@@ -338,29 +334,13 @@ class StepOutputs(msgspec.Struct, frozen=True, tag=True):
     save_s: float | None = None
 
 
-class GuestUsage(msgspec.Struct, frozen=True, tag=True):
-    """Resources that a guest uses.
-
-    Attributes:
-        resident_bytes: Bytes of the whole process, including pages shared with its parent.
-        weight_bytes: Bytes of the weights of the units that it has built.
-        busy_s: Processor time spent computing since the last request, averaged over its threads,
-            in seconds.
-    """
-
-    resident_bytes: int
-    weight_bytes: int
-    busy_s: float
-    num_runs: int
-
-
 class RequestRefused(msgspec.Struct, frozen=True, tag=True):
     """Answer to a refused request, which changed nothing; ``reason`` is for people."""
 
     reason: str
 
 
-Reply = GuestReady | Built | StepsDone | StepOutputs | GuestUsage | RequestRefused
+Reply = GuestReady | Built | StepsDone | StepOutputs | RequestRefused
 
 _NO_MESSAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Errors that a decoder raises; invalid UTF-8 raises one of Python's own."""

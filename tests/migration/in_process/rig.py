@@ -104,6 +104,7 @@ class Rig:
         self.pids: dict[str, int] = {}
         self._lent: list[str] = []
         self._idle: list[str] = []
+        self._answers: dict[str, int] = {}
         self.store = store
         self.llm = LLM(**arguments)
         self.engine = self.llm.llm_engine
@@ -159,7 +160,7 @@ class Rig:
         guest_id = self._idle_guest() or self.new_guest()
         if guest_id not in self._lent:
             self._lent.append(guest_id)
-        self.do("usage", guest_id)  # counts from here on
+        self.num_runs(guest_id)  # counts from here on
         return guest_id
 
     def _idle_guest(self) -> str | None:
@@ -167,10 +168,16 @@ class Rig:
         as ready, until it was asked."""
         while self._idle:
             guest_id = self._idle.pop()
-            if self.lives(guest_id) and not self.ask("usage", guest_id)["error"]:
+            if self.lives(guest_id) and not self.ask("share", guest_id, 1.0)["error"]:
                 return guest_id
             self.ask("detach", guest_id)
         return None
+
+    def num_runs(self, guest_id: str) -> int:
+        """Answers of a guest to parts of steps since the last call."""
+        before = self._answers.get(guest_id, 0)
+        self._answers[guest_id] = self.do("status")["guests"][guest_id]["round_trips"]
+        return self._answers[guest_id] - before
 
     def give_back(self, guest_id: str) -> None:
         """What ``guest`` has lent holds nothing any more: others may have it."""

@@ -76,7 +76,7 @@ def test_experts_leave_go_on_and_come_home_in_mid_stream(
 
     assert rig.agrees(rig.run(prompts, NUM_TOKENS, travel()), expected)
     assert rig.agrees(rig.run(prompts, NUM_TOKENS), expected), "wholly remote"
-    assert all(rig.do("usage", guest)["num_runs"] for guest in (one, other))
+    assert all(rig.num_runs(guest) for guest in (one, other))
     units = {unit["guest_id"]: unit["unit_id"] for unit in rig.do("status")["units"]}
 
     def on_and_home() -> Generator[None, None, None]:
@@ -86,9 +86,9 @@ def test_experts_leave_go_on_and_come_home_in_mid_stream(
 
     assert rig.agrees(rig.run(prompts, NUM_TOKENS, on_and_home()), expected)
     assert rig.do("status")["units"] == []
-    rig.do("usage", other)
+    rig.num_runs(other)
     assert rig.agrees(rig.run(prompts, NUM_TOKENS), expected), "after the return"
-    assert rig.do("usage", other)["num_runs"] == 0
+    assert rig.num_runs(other) == 0
 
 
 def test_two_units_of_one_guest_are_asked_in_turn(

@@ -68,7 +68,7 @@ def test_layers_and_heads_leave_and_come_home_in_mid_stream(
     rig.do("overlap", 1)
     assert rig.agrees(rig.run(prompts, NUM_TOKENS, home()), expected)
     assert rig.do("status")["units"] == []
-    assert all(rig.do("usage", guest)["num_runs"] > 0 for guest in (one, other, third))
+    assert all(rig.num_runs(guest) > 0 for guest in (one, other, third))
 
 
 def test_older_blocks_leave_and_come_home_in_mid_stream(ends: Any, let_pass: Any) -> None:
@@ -85,5 +85,5 @@ def test_older_blocks_leave_and_come_home_in_mid_stream(ends: Any, let_pass: Any
         yield from rig.on(unit["unit_id"])
 
     assert rig.agrees(rig.run(prompts, NUM_TOKENS, there_and_home()), expected)
-    assert rig.do("usage", guest)["num_runs"] > 0
+    assert rig.num_runs(guest) > 0
     assert rig.do("status")["units"] == []
