@@ -16,7 +16,7 @@ import msgspec
 from banaserve.base.net.framing import Framing
 from banaserve.base.plugins.discovery import installed_version, vllm_version
 
-PROTOCOL = 6
+PROTOCOL = 7
 MAX_MESSAGE_BYTES = 1 << 20
 MAX_CHANNELS = 64
 """Maximum connections of one process at once; an engine opens one to each of 3 sockets."""
@@ -99,8 +99,7 @@ class PrepareNode(NodeMessage, frozen=True):
         vllm_argv: vLLM options of engines that are started without options of their own.
         forks: True if engines are forked from one parent; False if each starts from scratch.
         environment: Environment variables of engines, unless the node's user has set them.
-        devices: CUDA_VISIBLE_DEVICES by instance; empty on CPU.
-        devices_each: Number of GPUs of an instance that is added later; 0 on CPU.
+        devices_each: Number of GPUs of an instance; 0 on CPU.
         store: Options of the node's store; None for no store.
         model_digest: See ``JoinSession``.
     """
@@ -108,7 +107,6 @@ class PrepareNode(NodeMessage, frozen=True):
     vllm_argv: _Words
     forks: bool
     environment: _Settings = {}
-    devices: _Settings = {}
     devices_each: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     store: NodeStore | None = None
     model_digest: _Word = ""

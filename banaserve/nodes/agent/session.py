@@ -101,7 +101,6 @@ class NodeSession:
         if self._launcher is not None:
             raise UserError("the node has been prepared already")
         self._vllm_argv = order.vllm_argv
-        self._with_devices = set(order.devices)
         await asyncio.to_thread(check_model, order.vllm_argv, order.model_digest)
         for name, value in order.environment.items():
             if name not in os.environ:
@@ -121,7 +120,7 @@ class NodeSession:
         if order.forks:
             start = partial(start_parent, argv)
             return ForkLauncher(await start(), start)
-        return SpawnLauncher(argv, Devices(order.devices, visible_gpus(), order.devices_each))
+        return SpawnLauncher(argv, Devices({}, visible_gpus(), order.devices_each))
 
     async def _start_store(self, order: messages.PrepareNode) -> None:
         if order.store is None:

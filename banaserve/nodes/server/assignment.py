@@ -50,12 +50,10 @@ class NodeAssignment:
 
     Attributes:
         instances: Ids of the instances, each with its initial role.
-        devices: CUDA_VISIBLE_DEVICES of each instance; empty on CPU.
     """
 
     node: str
     instances: tuple[tuple[InstanceId, Role], ...]
-    devices: tuple[str, ...] = ()
 
 
 def room(node: NodeFacts, need: InstanceNeed) -> int:
@@ -89,9 +87,7 @@ def assign(
             mine += waiting[role][:number]
             del waiting[role][:number]
         left -= count
-        groups = [node.gpus[i * need.num_gpus :][: need.num_gpus] for i in range(count)]
-        devices = tuple(",".join(group) for group in groups) if need.num_gpus else ()
-        assigned.append(NodeAssignment(node.name, tuple(mine), devices))
+        assigned.append(NodeAssignment(node.name, tuple(mine)))
     return assigned
 
 

@@ -174,12 +174,10 @@ class NodePool:
                 stores[client.name] = written(client.host, await client.free_port())
         orders = []
         for client, one in zip(clients, assigned, strict=True):
-            ids = [str(instance_id) for instance_id, _ in one.instances]
-            devices = dict(zip(ids, one.devices, strict=False))
             peers = [where for name, where in stores.items() if name != client.name]
             store = self._store_of(stores.get(client.name, ""), peers)
-            order = self._order(client, self.work.vllm_argv, len(ids), digest, store)
-            orders.append(msgspec.structs.replace(order, devices=devices))
+            num = len(one.instances)
+            orders.append(self._order(client, self.work.vllm_argv, num, digest, store))
         return orders
 
     def _client(self, place: AgentPlace) -> NodeClient:
