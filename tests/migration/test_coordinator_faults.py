@@ -45,7 +45,7 @@ async def test_a_failure_before_commit_leaves_everything_at_home(cluster, where)
 
 
 async def test_a_phase_that_takes_too_long_is_given_up(cluster, monkeypatch):
-    monkeypatch.setitem(move_plan._ALLOWED, move_plan.MoveStage.PREPARE, (0.05, 1e12))
+    monkeypatch.setitem(move_plan._ALLOWED, "preparing", (0.05, 1e12))
     cluster.engine.held = {"preparing"}
     migration = await run(cluster.coordinator, LAYERS)
     assert migration.state == "failed"
@@ -55,7 +55,7 @@ async def test_a_phase_that_takes_too_long_is_given_up(cluster, monkeypatch):
 
 async def test_blocks_in_use_keep_layers_away(cluster, monkeypatch):
     await done(cluster.coordinator, LAYERS)
-    monkeypatch.setitem(move_plan._ALLOWED, move_plan.MoveStage.SHRINK, (0.05, 1e12))
+    monkeypatch.setitem(move_plan._ALLOWED, "shrinking", (0.05, 1e12))
     cluster.engine.busy = [7] * 1000
     migration = await run(cluster.coordinator, Return("d0"))
     assert "7 KV blocks beyond 300 are in use" in migration.error
@@ -154,7 +154,7 @@ async def test_a_migration_that_waits_ends_with_the_engine_it_was_planned_for(
 async def test_a_host_that_stands_still_is_not_waited_for(cluster, monkeypatch, where):
     """It may go on later: what it has not begun by then is given up, and it is told."""
     monkeypatch.setattr(host_client, "CALL_TIMEOUT_S", 0.05)
-    monkeypatch.setitem(move_plan._ALLOWED, move_plan.MoveStage.COMMIT, (0.05, 1e12))
+    monkeypatch.setitem(move_plan._ALLOWED, "committing", (0.05, 1e12))
     cluster.engine.still = {where}
     migration = await run(cluster.coordinator, LAYERS)
     assert migration.state == "failed"
@@ -166,7 +166,7 @@ async def test_a_host_that_stands_still_is_not_waited_for(cluster, monkeypatch, 
 
 
 async def test_a_commit_that_is_never_answered_counts(cluster, monkeypatch):
-    monkeypatch.setitem(move_plan._ALLOWED, move_plan.MoveStage.COMMIT, (0.05, 1e12))
+    monkeypatch.setitem(move_plan._ALLOWED, "committing", (0.05, 1e12))
     cluster.engine.late = {"commit"}
     migration = await done(cluster.coordinator, LAYERS)
     assert "abort" not in cluster.engine.calls

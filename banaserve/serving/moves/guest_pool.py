@@ -26,7 +26,7 @@ from banaserve.serving.instances.instance import Instance
 from banaserve.serving.launch.launcher import Launcher
 from banaserve.serving.launch.messages import StartGuest
 from banaserve.serving.moves.host_client import HostClient
-from banaserve.serving.moves.move_plan import MoveStage, timeout_s
+from banaserve.serving.moves.move_plan import timeout_s
 from banaserve.serving.moves.process_stats import ProcessUsage
 
 logger = logging.getLogger(__name__)
@@ -235,7 +235,7 @@ class GuestPool:
 
     async def _until_ready(self, guest: GuestHandle, link: HostClient) -> None:
         loop = asyncio.get_running_loop()
-        until_s = loop.time() + timeout_s(MoveStage.START, 0)
+        until_s = loop.time() + timeout_s("starting", 0)
         while loop.time() < until_s:
             status = await link.ask_workers(call(MigrationApi.banaserve_migration_status, False))
             known = status.guests.get(guest.id)

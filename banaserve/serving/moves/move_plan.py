@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from banaserve.base.errors import MigrationError
 from banaserve.contracts.move_phase import ModelGeometry
@@ -118,37 +117,24 @@ def _where(unit: RemoteUnit) -> str:
 
 
 MAX_TIMEOUT_S = 3600.0
-
-
-class MoveStage(Enum):
-    """A stage of a move as the coordinator sees it."""
-
-    SHRINK = "shrink"
-    START = "start"
-    PREPARE = "prepare"
-    COPY = "copy"
-    COMMIT = "commit"
-    FREE = "free"
-
-
 _ALLOWED = {
-    MoveStage.SHRINK: (60.0, 1e9),
-    MoveStage.START: (120.0, 1e9),
-    MoveStage.PREPARE: (60.0, 20e6),
-    MoveStage.COPY: (30.0, 25e6),
-    MoveStage.COMMIT: (10.0, 100e6),
-    MoveStage.FREE: (10.0, 1e9),
+    "shrinking": (60.0, 1e9),
+    "starting": (120.0, 1e9),
+    "preparing": (60.0, 20e6),
+    "copying": (30.0, 25e6),
+    "committing": (10.0, 100e6),
+    "freeing": (10.0, 1e9),
 }
-"""Base time of each stage in seconds, and bytes per second on the slowest supported machine.
+"""Base time of each phase in seconds, and bytes per second on the slowest supported machine.
 
 Building reads the checkpoint from a disk; copies go over 1 Gbit/s at worst and are repeated; a
 commit copies the blocks that the last round has left.
 """
 
 
-def timeout_s(stage: MoveStage, num_bytes: int) -> float:
-    """Return the timeout of a stage of a move of ``num_bytes``, in seconds; at most an hour."""
-    least_s, bytes_per_s = _ALLOWED[stage]
+def timeout_s(phase: str, num_bytes: int) -> float:
+    """Return the timeout of a phase of a move of ``num_bytes``, in seconds; at most an hour."""
+    least_s, bytes_per_s = _ALLOWED[phase]
     return min(MAX_TIMEOUT_S, least_s + num_bytes / bytes_per_s)
 
 

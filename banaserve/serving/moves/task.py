@@ -16,11 +16,11 @@ from banaserve.migration.worker_api import MigrationApi, MoveReport
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.moves.guest_pool import GuestHandle, GuestPool
 from banaserve.serving.moves.host_state import HostState
-from banaserve.serving.moves.move_plan import MoveStage, UnitMove, copies_again, timeout_s
+from banaserve.serving.moves.move_plan import UnitMove, copies_again, timeout_s
 from banaserve.serving.operation_base import OperationAbortedError
 
 _POLL_S = 0.01
-_LOOK_S = {MoveStage.PREPARE: 0.05, MoveStage.COPY: 0.005, MoveStage.FREE: 0.02}
+_LOOK_S = {"preparing": 0.05, "copying": 0.005, "freeing": 0.02}
 """Seconds between two looks at the host, each of which is a call between two of its steps."""
 
 
@@ -100,7 +100,7 @@ class MigrationTask:
         rest = [u.modules for u in host_state.units(self.guests) if u.unit_id != unit_id]
         target = host_state.pool_with(rest)
         before = await self._link.pool_blocks()
-        limit_s = timeout_s(MoveStage.SHRINK, self._num_bytes)
+        limit_s = timeout_s(self.move.phase, self._num_bytes)
         until_s = loop.time() + limit_s
         while busy := await host_state.shrink_pool(target):
             self._check_abort()
@@ -128,7 +128,7 @@ class MigrationTask:
                     MigrationApi.banaserve_migration_prepare, move_id, planned.modules, guest_id
                 )
             await self._link.ask_workers(asked)
-            await self._until(MovePhase.PREPARED, MoveStage.PREPARE)
+            await self._until(MovePhase.PREPARED)
 
     async def _copy(self) -> None:
         dirty: int | None = None
@@ -137,7 +137,7 @@ class MigrationTask:
             while True:
                 asked = call(MigrationApi.banaserve_migration_precopy, self.move.move_id)
                 await self._link.ask_workers(asked)
-                copied = await self._until(MovePhase.COPIED, MoveStage.COPY)
+                copied = await self._until(MovePhase.COPIED)
                 now = copied.dirty_blocks or 0
                 num_times += 1
                 if not copies_again(dirty, now, num_times):
@@ -147,7 +147,7 @@ class MigrationTask:
     async def _commit(self) -> None:
         self._check_abort()
         async with self._phase("committing"):
-            limit_s = timeout_s(MoveStage.COMMIT, self._num_bytes)
+            limit_s = timeout_s(self.move.phase, self._num_bytes)
             asked = call(MigrationApi.banaserve_migration_commit, self.move.move_id)
             try:
                 self._note((await self._link.ask_workers(asked, limit_s)).move)
@@ -159,11 +159,9 @@ class MigrationTask:
                     raise
         self.on_commit()
 
-    async def _until(
-        self, phase: MovePhase, stage: MoveStage, may_abort: bool = True
-    ) -> MoveReport:
+    async def _until(self, phase: MovePhase, may_abort: bool = True) -> MoveReport:
         loop = asyncio.get_running_loop()
-        limit_s = timeout_s(stage, self._num_bytes)
+        limit_s = timeout_s(self.move.phase, self._num_bytes)
         until_s = loop.time() + limit_s
         while True:
             if may_abort:
@@ -176,7 +174,7 @@ class MigrationTask:
                 raise MigrationError(move.reason or f"the host has {move.phase.value} it")
             if loop.time() >= until_s:
                 raise MigrationError(f"{self.move.phase} took more than {limit_s:.0f} s")
-            await asyncio.sleep(_LOOK_S[stage])
+            await asyncio.sleep(_LOOK_S[self.move.phase])
 
     def _check_abort(self) -> None:
         if self.is_aborted():
@@ -203,7 +201,7 @@ class MigrationTask:
         async with self._phase("freeing"):
             asked = call(MigrationApi.banaserve_migration_free, self.move.move_id)
             await self._link.ask_workers(asked)
-            await self._until(MovePhase.FREED, MoveStage.FREE, may_abort=False)
+            await self._until(MovePhase.FREED, may_abort=False)
         async with self._phase("growing"):
             self.blocks_gained += await self.host_state.grow_pool()
         self.move.phase = "done"
