@@ -17,7 +17,7 @@ import torch
 from banaserve.base.errors import GuestLostError, MigrationError
 from banaserve.migration.host import block_mover
 from banaserve.migration.host.block_mover import BlockMover
-from banaserve.migration.host.move import UnitBuilder
+from banaserve.migration.host.move import build_in_guest
 from banaserve.migration.host.time_hook import REAL_TIME, TimeHook
 from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker
 from banaserve.migration.kv.host_kv import HostKv, KvRun
@@ -293,16 +293,15 @@ class Pieces(TimeHook):
 def build(host: HostKv, link: Any, time_hook: TimeHook = REAL_TIME) -> Any:
     dirty_blocks = DirtyBlockTracker(NUM_BLOCKS)
     dirty_blocks.mark([1])
-    return UnitBuilder(host, time_hook).build(unit_of(LAYERS, host), link, dirty_blocks)
+    return build_in_guest(unit_of(LAYERS, host), link, host, dirty_blocks, time_hook)
 
 
 def test_the_time_hook_is_told_of_each_piece_that_was_done(
     host: HostKv, transports: tuple[Transport, Transport]
 ) -> None:
     pieces, unit = Pieces(), unit_of(LAYERS, host)
-    builder = UnitBuilder(host, pieces)
     place: Any = Place(host, unit, transports)
-    mover = builder.mover(unit, None, place)
+    mover = BlockMover(unit, host, None, place.kv, pieces)
     mover.copy([0, 1, 3])
     mover.copy([])
     assert pieces.done == [3 * 9 * PAGE, 0]

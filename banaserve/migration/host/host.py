@@ -22,7 +22,7 @@ from banaserve.engine.compat.runner.experts import experts_of
 from banaserve.engine.compat.runner.graphs import graphs_of
 from banaserve.engine.migration_settings import MigrationSettings
 from banaserve.migration import checks
-from banaserve.migration.host.move import Move, UnitBuilder
+from banaserve.migration.host.move import Move
 from banaserve.migration.host.placement import PlacementManager
 from banaserve.migration.host.recovery import StepRecovery
 from banaserve.migration.host.time_hook import REAL_TIME, TimeHook
@@ -138,7 +138,6 @@ class MigrationHost:
             graphs=graphs,
             ranks=self.ranks,
         )
-        self._builder = UnitBuilder(host_kv, time_hook)
         num_experts = max((one.num_experts for one in self.engine.experts.values()), default=0)
         self._shape = ModelGeometry(len(attentions), host_kv.num_heads, num_experts)
         self.lost_steps = StepRecovery(runner)
@@ -220,7 +219,7 @@ class MigrationHost:
         move = Move(move_id, unit, target)
         self.moves.add(move)
         reach(FailPoint.MOVE_PREPARE)
-        move.prepare(self._builder, self.step_context.dirty_blocks)
+        move.prepare(self.kv, self.step_context.dirty_blocks, self._time_hook)
         return move
 
     def precopy(self, move_id: str) -> Move:

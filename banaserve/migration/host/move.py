@@ -1,6 +1,6 @@
 """Move of one unit: its phases and its work in the background.
 
-``UnitBuilder`` does the work of PREPARE: a guest builds the unit, and the host opens the KV.
+``build_in_guest`` does the work of PREPARE: a guest builds the unit, and the host opens the KV.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from banaserve.base.errors import BanaServeError, MigrationError
 from banaserve.contracts.move_phase import OPEN, MovePhase, check_step
 from banaserve.migration.host.block_mover import BlockMover
-from banaserve.migration.host.time_hook import REAL_TIME, TimeHook
+from banaserve.migration.host.time_hook import TimeHook
 from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker, Watch
 from banaserve.migration.kv.host_kv import HostKv
 from banaserve.migration.kv.remote_kv import RemoteKv, StagedRemoteKv, UnitLocation
@@ -31,73 +31,47 @@ MAX_ROUNDS = 16
 BUILD_TIMEOUT_S = 600.0
 
 
-class UnitBuilder:
-    """Builder of units in guests; called by the threads of moves."""
+def build_in_guest(
+    unit: HostUnit,
+    link: GuestClient,
+    kv: HostKv,
+    dirty_blocks: DirtyBlockTracker,
+    time_hook: TimeHook,
+) -> UnitLocation:
+    """Let a guest build a unit, and open the unit's KV.
 
-    def __init__(self, kv: HostKv, time_hook: TimeHook = REAL_TIME) -> None:
-        self._kv = kv
-        self._time_hook = time_hook
+    Args:
+        kv: KV of the host.
+        dirty_blocks: Blocks that are to be copied soon.
 
-    def build(
-        self, unit: HostUnit, link: GuestClient, dirty_blocks: DirtyBlockTracker
-    ) -> UnitLocation:
-        """Let a guest build a unit, and open the unit's KV.
-
-        Args:
-            dirty_blocks: Blocks that are to be copied soon.
-
-        Raises:
-            MigrationError: The guest refuses.
-            GuestLostError: The guest is gone.
-        """
-        began_s = time.perf_counter()
-        request = unit.build_request()
-        built = link.ask(request, messages.Built, BUILD_TIMEOUT_S, may_wait=True)
-        residence = self._open(unit, link, built, dirty_blocks)
-        self._time_hook.built(unit.modules, time.perf_counter() - began_s)
-        return residence
-
-    def _open(
-        self,
-        unit: HostUnit,
-        link: GuestClient,
-        built: messages.Built,
-        dirty_blocks: DirtyBlockTracker,
-    ) -> UnitLocation:
-        """Open the KV of a built unit; nothing is left open on failure."""
-        runs = {name: self._kv.runs(unit.heads(name)) for name in unit.names}
-        residence: UnitLocation | None = None
-        try:
-            if built.landing_bytes:
-                kv: RemoteKv = StagedRemoteKv(
-                    link, unit.unit_id, built.region, runs, built.landing_bytes
-                )
-            else:
-                kv = RemoteKv(link.transport, built.region, built.places, runs)
-            residence = UnitLocation(unit.unit_id, link, kv, built.weight_bytes)
-            residence.saves = built.saves
-            kv.warm(dirty_blocks.ids())
-        except TransportError as error:
-            if residence is not None:
-                residence.kv.close()
-            raise link.give_up(f"its KV is out of reach: {error}") from error
-        except OSError as error:
-            if residence is not None:
-                residence.leave()
-            raise MigrationError(f"its KV cannot be mapped here: {error.strerror}") from error
-        return residence
-
-    def mover(
-        self, unit: HostUnit, source: UnitLocation | None, target: UnitLocation | None
-    ) -> BlockMover:
-        """Return the mover for the copies of a move."""
-        return BlockMover(
-            unit,
-            self._kv,
-            source.kv if source else None,
-            target.kv if target else None,
-            self._time_hook,
-        )
+    Raises:
+        MigrationError: The guest refuses.
+        GuestLostError: The guest is gone.
+    """
+    began_s = time.perf_counter()
+    built = link.ask(unit.build_request(), messages.Built, BUILD_TIMEOUT_S, may_wait=True)
+    runs = {name: kv.runs(unit.heads(name)) for name in unit.names}
+    residence: UnitLocation | None = None
+    try:
+        if built.landing_bytes:
+            remote: RemoteKv = StagedRemoteKv(
+                link, unit.unit_id, built.region, runs, built.landing_bytes
+            )
+        else:
+            remote = RemoteKv(link.transport, built.region, built.places, runs)
+        residence = UnitLocation(unit.unit_id, link, remote, built.weight_bytes)
+        residence.saves = built.saves
+        remote.warm(dirty_blocks.ids())
+    except TransportError as error:
+        if residence is not None:
+            residence.kv.close()
+        raise link.give_up(f"its KV is out of reach: {error}") from error
+    except OSError as error:
+        if residence is not None:
+            residence.leave()
+        raise MigrationError(f"its KV cannot be mapped here: {error.strerror}") from error
+    time_hook.built(unit.modules, time.perf_counter() - began_s)
+    return residence
 
 
 class Move:
@@ -159,17 +133,21 @@ class Move:
 
     # ---- in the background
 
-    def prepare(self, builder: UnitBuilder, dirty_blocks: DirtyBlockTracker) -> None:
+    def prepare(self, kv: HostKv, dirty_blocks: DirtyBlockTracker, time_hook: TimeHook) -> None:
         """Begin to build the unit in the target, or to make room for it at home."""
 
         def work() -> None:
             began_s = time.perf_counter()
             if self.target is not None:
-                self.new_residence = builder.build(self.unit, self.target, dirty_blocks)
+                self.new_residence = build_in_guest(
+                    self.unit, self.target, kv, dirty_blocks, time_hook
+                )
                 self.facts.weight_bytes = self.new_residence.weight_bytes
             else:
                 self._make_room()
-            self.mover = builder.mover(self.unit, self.source, self.new_residence)
+            ends = self.source, self.new_residence
+            source, target = (None if one is None else one.kv for one in ends)
+            self.mover = BlockMover(self.unit, kv, source, target, time_hook)
             self.facts.prepare_s = time.perf_counter() - began_s
 
         self._begin(work, MovePhase.PREPARED)
