@@ -147,38 +147,19 @@ class NodePool:
                 taken = [group.create_task(_taken(client)) for client in clients]
             facts = [one.result() for one in taken]
             assigned = assign(facts, self.work.instances, self.work.need)
-            orders = await self._first_orders(clients, assigned)
-            self.nodes = [
-                PoolNode(client, number, its, order)
-                for number, (client, its, order) in enumerate(
-                    zip(clients, facts, orders, strict=True)
-                )
-            ]
-            for one in assigned:
+            digest, argv = await self.digest(()), self.work.vllm_argv
+            for client, its, one in zip(clients, facts, assigned, strict=True):
+                order = await self._order(client, argv, len(one.instances), digest)
+                self.nodes.append(PoolNode(client, len(self.nodes), its, order))
                 names = ", ".join(instance_id for instance_id, _ in one.instances)
                 say(f"node {one.node}: {names or 'no instance'}")
             async with asyncio.TaskGroup() as group:
                 for node in self.nodes:
                     group.create_task(node.client.prepare(node.order))
+            await self._share_stores()
         except* NodeLostError as failures:
             raise UserError(str(failures.exceptions[0])) from None
         return assigned
-
-    async def _first_orders(
-        self, clients: Sequence[NodeClient], assigned: Sequence[NodeAssignment]
-    ) -> list[PrepareNode]:
-        digest = await self.digest(())
-        stores: dict[str, str] = {}
-        if self.work.store is not None:
-            for client in clients:
-                stores[client.name] = written(client.host, await client.free_port())
-        orders = []
-        for client, one in zip(clients, assigned, strict=True):
-            peers = [where for name, where in stores.items() if name != client.name]
-            store = self._store_of(stores.get(client.name, ""), peers)
-            num = len(one.instances)
-            orders.append(self._order(client, self.work.vllm_argv, num, digest, store))
-        return orders
 
     def _client(self, place: AgentPlace) -> NodeClient:
         return NodeClient(place, self._credentials, self._server, metrics.STORE_RESTARTS.inc)
@@ -186,14 +167,24 @@ class NodePool:
     def _clients(self) -> list[NodeClient]:
         return [node.client for node in self.nodes]
 
-    def _order(
-        self,
-        client: NodeClient,
-        vllm_argv: tuple[str, ...],
-        num_instances: int,
-        digest: str,
-        store: NodeStore | None,
+    async def _order(
+        self, client: NodeClient, vllm_argv: tuple[str, ...], num_instances: int, digest: str
     ) -> PrepareNode:
+        """Return the order that prepares a node; its store is told its peers afterwards."""
+        store = None
+        if (options := self.work.store) is not None:
+            store = NodeStore(
+                size=options.size,
+                ssd=str(options.ssd) if options.ssd is not None else "",
+                ssd_size=options.ssd_size,
+                distributed=options.distributed,
+                tenant_quota=options.tenant_quota,
+                kept_quota=options.kept_quota,
+                verify_memory=options.verify_memory,
+                listen=written(client.host, await client.free_port()),
+                peers=(),
+                key=self._store_key,
+            )
         return PrepareNode(
             vllm_argv=vllm_argv,
             forks=self.work.forks,
@@ -209,22 +200,6 @@ class NodePool:
     def _threads(self, client: NodeClient, num_instances: int) -> int:
         processors = client.opened.num_processors if client.opened is not None else 1
         return self.work.threads or max(1, processors // max(1, num_instances))
-
-    def _store_of(self, listen: str, peers: Sequence[str]) -> NodeStore | None:
-        if (options := self.work.store) is None:
-            return None
-        return NodeStore(
-            size=options.size,
-            ssd=str(options.ssd) if options.ssd is not None else "",
-            ssd_size=options.ssd_size,
-            distributed=options.distributed,
-            tenant_quota=options.tenant_quota,
-            kept_quota=options.kept_quota,
-            verify_memory=options.verify_memory,
-            listen=listen,
-            peers=tuple(peers),
-            key=self._store_key,
-        )
 
     async def digest(self, vllm_argv: tuple[str, ...]) -> str:
         """Return the digest of the model's files; empty options stand for those of the start."""
@@ -322,11 +297,7 @@ class NodePool:
         facts = await _taken(client)
         if room(facts, self.work.need) < 1:
             raise UserError(f"node {client.name} has no room: {no_room(facts, self.work.need)}")
-        store = None
-        if self.work.store is not None:
-            listen = written(client.host, await client.free_port())
-            store = self._store_of(listen, self.stores())
-        order = self._order(client, argv, num_instances, digest, store)
+        order = await self._order(client, argv, num_instances, digest)
         say(f"preparing node {client.name}")
         await client.prepare(order)
         return PoolNode(client, found.number, facts, order)
