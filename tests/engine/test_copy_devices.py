@@ -204,7 +204,7 @@ def test_a_pool_that_cannot_be_pinned_is_copied_all_the_same(
 def test_a_pool_that_another_has_pinned_is_left_to_it(cuda: Cuda, views: list[PoolView]) -> None:
     cuda.codes = [ALREADY]
     pool = gpu_block_copy.PinnedPool(torch.device("cpu"), lambda: None)
-    assert pool.pin(views[0])
+    assert pool.pin(views[0].memory)
     pool.release()
     assert [name for name, _ in cuda.calls] == ["pin", "launch"]
 

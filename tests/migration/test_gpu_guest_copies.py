@@ -227,7 +227,7 @@ def test_pages_of_a_gpu_are_pinned_until_their_region_closes(
             events.append(gpu.type)
 
         def pin(self, view: Any) -> None:
-            events.append((view.base_address, view.memory.size))
+            events.append((view.ctypes.data, view.nbytes))
 
         def release(self) -> None:
             events.append(f"released, {len(closed)} closed")

@@ -6,10 +6,7 @@ The buffer is in memory of the device if the transport offers that, otherwise in
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from banaserve.base.errors import MigrationError, ProtocolError
@@ -53,13 +50,6 @@ def make_kv(
     return caches
 
 
-class _Pages(NamedTuple):
-    """The staging pages as a view to pin; see ``gpu_pinning.View``."""
-
-    base_address: int
-    memory: npt.NDArray[np.uint8]
-
-
 class StagingBuffer:
     """An offered region of pages on their way to or from a guest's KV.
 
@@ -87,7 +77,7 @@ class StagingBuffer:
         if device.type == "cuda" and not memory.is_on_gpu:
             # Nothing is queued behind a call that has returned.
             self._pinned = PinnedPool(device, lambda: None)
-            self._pinned.pin(_Pages(memory.address, memory.view()))
+            self._pinned.pin(memory.view())
 
     def close(self) -> None:
         """Unpin and close the region."""

@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -105,18 +105,8 @@ class _PackedBlocks:
             yield part, pages[: part.stop - part.start]
 
 
-class View(Protocol):
-    """Shared memory as this process sees it."""
-
-    @property
-    def base_address(self) -> int: ...
-
-    @property
-    def memory(self) -> npt.NDArray[Any]: ...
-
-
 class PinnedPool:
-    """Pinning of one view of the pool at a time; may be called from several threads.
+    """Pinning of one view of shared memory at a time; may be called from several threads.
 
     Pages must not be unmapped while they are registered: CUDA would go on using them for whatever
     is mapped there next. So the view is kept until ``release``.
@@ -129,10 +119,10 @@ class PinnedPool:
         self._gpu = gpu
         self._wait_for_copies = wait_for_copies
         self._lock = threading.Lock()
-        self._view: View | None = None
+        self._view: npt.NDArray[Any] | None = None
         self._is_ours = self._is_pinned = False
 
-    def pin(self, view: View) -> bool:
+    def pin(self, view: npt.NDArray[Any]) -> bool:
         """Pin ``view`` and return whether it is pinned; release the previous view first.
 
         The failure to pin a view is logged once, and pinning it is not tried again.
@@ -149,9 +139,9 @@ class PinnedPool:
         with self._lock:
             self._release()
 
-    def _register(self, view: View) -> None:
+    def _register(self, view: npt.NDArray[Any]) -> None:
         runtime = torch.cuda.cudart()
-        code = int(runtime.cudaHostRegister(view.base_address, view.memory.size, 0))
+        code = int(runtime.cudaHostRegister(view.ctypes.data, view.nbytes, 0))
         self._is_ours = not code
         self._is_pinned = code in (0, _ALREADY_REGISTERED)
         if code:
@@ -160,14 +150,14 @@ class PinnedPool:
             logger.warning(
                 "%s of shared memory cannot be pinned (CUDA error %d), so copies are slower: look "
                 "at ulimit -l, or make the store's pool smaller",
-                format_size(view.memory.size),
+                format_size(view.nbytes),
                 code,
             )
 
     def _release(self) -> None:
         if self._view is not None and self._is_ours:
             self._wait_for_copies()
-            code = int(torch.cuda.cudart().cudaHostUnregister(self._view.base_address))
+            code = int(torch.cuda.cudart().cudaHostUnregister(self._view.ctypes.data))
             if code:
                 self._take_error()
                 logger.warning("shared memory cannot be unpinned (CUDA error %d)", code)
@@ -304,7 +294,7 @@ class GpuCopier:
         kept: list[torch.Tensor] = []
         # A copy thread starts with device 0 as its current device; this GPU may be another.
         with torch.cuda.device(self._gpu), torch.cuda.stream(stream):
-            queue = self._pinned_copies if self._pool.pin(view) else self._other_copies
+            queue = self._pinned_copies if self._pool.pin(view.memory) else self._other_copies
 
             def copy(target: Addresses, source: Addresses) -> None:
                 kept.extend(queue(target, source, self._page_bytes, stream.cuda_stream))
