@@ -15,7 +15,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from banaserve.base.clock import Clock
-from banaserve.contracts.migration_api import UnitModules
 from banaserve.frontdoor.admin.answers import PREFIX, answer
 from banaserve.frontdoor.admin.control import Control
 from banaserve.frontdoor.edge.refusals import refuse
@@ -25,7 +24,6 @@ from banaserve.frontdoor.page.records import PageCode, PageToken
 from banaserve.frontdoor.page.snapshot import WINDOW_S, modules_away, snapshot_of
 from banaserve.frontdoor.page.viewers import PageState, Viewers
 from banaserve.kvstore.stats import StoreStats
-from banaserve.migration.units.base import MigrationUnit
 from banaserve.migration.units.registry import write_modules
 from banaserve.serving.moves.coordinator import Coordinator
 from banaserve.serving.tracing.request_log import RequestLog
@@ -74,13 +72,13 @@ class LivePage:
         status = control.status(coordinator, with_nodes=False)
         away = {
             host.id: [
-                modules_away(_plain(unit.modules), unit.at, str(unit.modules))
+                modules_away(write_modules(unit.modules), unit.at, str(unit.modules))
                 for unit in host.units(coordinator.guests)
             ]
             for host in coordinator.hosts.values()
         }
         moving = {
-            migration_id: [_plain(unit) for unit in units]
+            migration_id: [write_modules(unit) for unit in units]
             for host in coordinator.hosts.values()
             for migration_id, units in host.moving.items()
         }
@@ -98,11 +96,6 @@ class LivePage:
             psutil.cpu_percent() / 100,
         )
         return PageState(snapshot, control.controller.log.last(_DECISIONS))
-
-
-def _plain(unit: MigrationUnit) -> UnitModules:
-    found: UnitModules = msgspec.convert(write_modules(unit), UnitModules)
-    return found
 
 
 def live_routes(page: LivePage) -> list[Route]:

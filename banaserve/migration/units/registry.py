@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from banaserve.base.errors import MigrationError
 from banaserve.base.types import Module
-from banaserve.contracts.migration_api import MigrationRequest, Return
+from banaserve.contracts.migration_api import MigrationRequest, Return, UnitModules
 from banaserve.engine.compat.config import VllmConfig
 from banaserve.migration.modules.partial_model import device_of, on_device
 from banaserve.migration.rpc import messages
@@ -41,9 +43,9 @@ decode_request = messages.request_decoder([messages.Build[AnyUnit], *(kind.run f
 # ---- forms of a unit
 
 
-def write_modules(modules: MigrationUnit) -> dict[str, Any]:
-    """Return a unit as plain values for JSON."""
-    return {"type": modules.kind, **modules.to_wire()}
+def write_modules(modules: MigrationUnit) -> UnitModules:
+    """Return a unit in its form for JSON."""
+    return msgspec.convert({"type": modules.kind, **modules.to_wire()}, UnitModules)
 
 
 def unit_asked(ask: MigrationRequest) -> MigrationUnit | None:

@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import Mapping
 
-import msgspec
-
 from banaserve.base.errors import BanaServeError
 from banaserve.base.text.names import check_known
 from banaserve.base.types import InstanceId
@@ -17,7 +15,6 @@ from banaserve.contracts.migration_api import (
     GuestStatus,
     InstancePlacement,
     ShareRequest,
-    UnitModules,
     UnitPlace,
 )
 from banaserve.migration.units.registry import write_modules
@@ -74,7 +71,7 @@ def _units(coordinator: Coordinator, host_state: HostState) -> list[UnitPlace]:
     return [
         UnitPlace(
             unit.unit_id,
-            msgspec.convert(write_modules(unit.modules), UnitModules),
+            write_modules(unit.modules),
             unit.at,
             unit.guest_id,
             unit.epoch,

@@ -424,7 +424,7 @@ def modules_of(kind_name: str, **values: Any) -> dict[str, Any]:
     assert fields, f"give a value for what {kind.request.__name__} names"
     unit = unit_asked(kind.request("here", "there", **{name: values[name] for name in fields}))
     assert unit is not None
-    return write_modules(unit)
+    return msgspec.to_builtins(write_modules(unit))
 
 
 class GuestParents:
