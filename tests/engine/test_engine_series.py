@@ -156,3 +156,19 @@ def _labels(registry: CollectorRegistry) -> dict[str, str]:
 
 def test_the_registry_of_the_process_has_none_of_them(series: EngineSeries) -> None:
     assert not [one for one in REGISTRY.collect() if one.name.startswith("vllm:")]
+
+
+def test_the_kv_cache_of_an_engine_is_that_of_its_latest_start(series: EngineSeries) -> None:
+    """Routers and `banaserve plan probe` read the sizes of caches there, as of vLLM's server."""
+    for blocks in ("10", "20"):
+        cache = SimpleNamespace(metrics_info=lambda n=blocks: {"num_gpu_blocks": n})
+        logger = series.logger_class(InstanceId("d0"), lambda _: None)(Config(cache_config=cache))
+        logger.log_engine_initialized()
+    [found] = [
+        one.labels
+        for _, registry in series.registries
+        for family in registry.collect()
+        for one in family.samples
+        if one.name == "vllm:cache_config_info"
+    ]
+    assert found == {"num_gpu_blocks": "20", "engine": "0"}

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 from prometheus_client.registry import Collector
 
 from banaserve.base.types import InstanceId
@@ -114,7 +114,8 @@ class EngineSeries:
             def __init__(
                 self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None
             ) -> None:
-                pass  # registers no series: the instance's own loggers did, and outlive its engine
+                # Registers no series: the instance's own loggers did, and outlive its engine.
+                self._config = vllm_config
 
             def record(
                 self,
@@ -129,7 +130,7 @@ class EngineSeries:
                     on_stats(scheduler_stats)
 
             def log_engine_initialized(self) -> None:
-                pass
+                series.show_cache(self._config)
 
             def log(self) -> None:
                 pass
@@ -158,6 +159,7 @@ class _InstanceSeries:
         self._legs = {
             leg: _logger_apart(config, index, shown.__contains__) for leg, shown in _BY_LEG.items()
         }
+        self._of_cache = CollectorRegistry()
         self._counted = {Leg.WHOLE}
         self._unapplied: list[_StepStats] = []
         self._num_outputs = 0
@@ -166,9 +168,19 @@ class _InstanceSeries:
         """Yield the registries to show: the engine's, of legs counted so far, and of whole ones."""
         self._apply()
         yield {"instance_id": self._id}, self._of_engine
+        yield {"instance_id": self._id}, self._of_cache
         for leg, (_, registry) in self._legs.items():
             if leg in self._counted:
                 yield {"instance_id": self._id, "leg": leg.value}, registry
+
+    def show_cache(self, config: VllmConfig) -> None:
+        """Show the engine's KV cache, whose number of blocks is known once the engine is ready."""
+        facts = {**config.cache_config.metrics_info(), "engine": str(self._index)}
+        made = CollectorRegistry()
+        words = "Information of the LLMEngine CacheConfig"
+        info = Gauge("vllm:cache_config_info", words, labelnames=facts, registry=made)
+        info.labels(**facts).set(1)
+        self._of_cache = made
 
     def record(
         self,
