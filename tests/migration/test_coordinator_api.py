@@ -226,7 +226,7 @@ def test_migrate_and_placement(banaserve, capsys):
     assert "older blocks of layers 22:24" in shown
     assert "x0        decode  MLA cannot be moved" in shown
     assert "d0 waits for its guests" in shown
-    assert "guests beside p0 take at most 100% of its device: 1 of them" in shown
+    assert "guests beside p0 take at most 100% of its device: 1 took" in shown
     assert banaserve("placement", "--json") == 0
     assert json.loads(capsys.readouterr().out)["migrations"][0]["state"] == "done"
     assert banaserve("migrate", "return", "--from", "d0", "--layers", "10:20", "--json") == 0

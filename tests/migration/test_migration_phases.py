@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from banaserve.base.errors import GuestLostError, MigrationError
 from banaserve.contracts.move_phase import ALLOWED, OPEN, ModelGeometry, MovePhase, check_step
 from banaserve.migration.host.host import KEPT, MigrationHost, MoveBook
-from banaserve.migration.host.move import Move, UnitBuilder
+from banaserve.migration.host.move import Move
+from banaserve.migration.host.time_hook import REAL_TIME
 from banaserve.migration.kv.dirty_blocks import DirtyBlockTracker
 from banaserve.migration.kv.host_kv import HostKv
 from banaserve.migration.units.base import MigrationUnit, check_free, overlap
@@ -167,7 +168,7 @@ def test_a_move_home_that_ends_early_leaves_no_memory_backed(
 
     monkeypatch.setattr(host, "populate", refuse)
     move = Move("m", unit, None)
-    move.prepare(UnitBuilder(host), DirtyBlockTracker(8))
+    move.prepare(host, DirtyBlockTracker(8), REAL_TIME)
     assert move.join(30.0)
     if is_refused:
         assert (move.phase, move.error) == (
