@@ -21,6 +21,7 @@ from benchmarks.router.peers import PEERS, peer_command
 from benchmarks.router.replica import NUM_PARTS
 
 NUM_REPLICAS = 4
+_PEER, _BY_CACHE = "vllm-router", "cache_aware"
 NUM_CALLERS = 16
 _FOUND_TIMEOUT_S = 20.0
 
@@ -56,13 +57,15 @@ def figures(options: argparse.Namespace) -> tuple[Samples, list[str]]:
     found = with_units(samples, {"_us": "us", "_ms": "ms"})
     ours = f"banaserve_{options.policy}"
     for kind, named in (("request", "request"), ("part", "chunk")):
-        if (theirs := samples.get(f"vllm-router_cpu_{kind}_us")) is not None:
-            ratios = paired_ratios(samples[f"{ours}_cpu_{kind}_us"], theirs)
-            found[f"cpu_per_{named}_ratio"] = ratios, "ratio"
+        for name in (_PEER, f"{_PEER}_{_BY_CACHE}"):
+            if (theirs := samples.get(f"{name}_cpu_{kind}_us")) is not None:
+                ratios = paired_ratios(samples[f"{ours}_cpu_{kind}_us"], theirs)
+                found[f"cpu_per_{named}_ratio{name.removeprefix(_PEER)}"] = ratios, "ratio"
     return found, [
         f"{NUM_REPLICAS} replicas that cost next to nothing, {NUM_CALLERS} connections; "
         f"{NUM_PARTS} parts a stream",
-        f"ratios: banaserve with {options.policy} to vllm-router with round robin",
+        f"ratios: banaserve with {options.policy} to {_PEER} with round robin, and to {_PEER} with "
+        f"{_BY_CACHE}, its default, which reads each prompt too",
         f"p99 is at {options.rate:g} requests/s, less that of a replica asked directly",
     ]
 
@@ -79,6 +82,7 @@ def _commands(options: argparse.Namespace, urls: list[str]) -> dict[str, list[st
         return made
     for name in PEERS:
         made[name] = peer_command(options.peers, name, "round_robin", urls)
+    made[f"{_PEER}_{_BY_CACHE}"] = peer_command(options.peers, _PEER, _BY_CACHE, urls)
     return made
 
 
