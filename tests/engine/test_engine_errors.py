@@ -44,6 +44,7 @@ RANK = "(Worker_TP0 pid=6601) ERROR 11-26 17:49:26 [multiproc_executor.py:953] "
         ((f"{RANK}{LATENTS}", f"{CORE}{POINTER}", POINTER), LATENTS),
         ((f"{CORE}{POINTER}",), POINTER),
         ((f"{RANK}{LATENTS}", f"{CORE}{OTHER}"), OTHER),
+        ((f"{CORE}banaserve.base.errors.FingerprintError: other blocks",), "other blocks"),
     ],
 )
 def test_the_last_error_is_the_one_that_names_its_cause(lines: tuple[str, ...], error: str) -> None:

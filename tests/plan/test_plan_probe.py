@@ -22,7 +22,7 @@ from banaserve.orchestrator.control.costs.profile import (
     load,
 )
 from banaserve.sim.timeline import Timeline
-from banaserve_bench.loadgen.client import OpenAiClient
+from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient, RequestRecord
 from banaserve_bench.plan.probe.fit import StepFit, fitted
 from banaserve_bench.plan.probe.judging import HeldOutErrors, held_out_errors, stated_error
 from banaserve_bench.plan.probe.measuring import ProbeSamples, ServerProbe, measured
@@ -85,6 +85,41 @@ def probed(
         return found, server, loop.time()
 
     return run_virtual(Timeline(), main())
+
+
+class ScatteringClient(OpenAiClient):
+    """Client of a busy machine: requests of the first ``scattered`` batches of two hardly meet."""
+
+    def __init__(self, scattered: int) -> None:
+        super().__init__("http://none", "m")
+        self.scattered = scattered
+        self.num_sent = 0
+
+    async def send(self, call: CompletionCall, due_at_s: float | None = None) -> RequestRecord:
+        batch, place = divmod(self.num_sent, 2)
+        self.num_sent += 1
+        late_s = 0.9 if place and batch < self.scattered else 0.0
+        at_s = [late_s + 0.1 * number for number in range(10)]
+        return RequestRecord(
+            id=call.id,
+            sent_at_s=0.0,
+            token_at_s=at_s,
+            prompt_tokens=16,
+            completion_tokens=10,
+            status=200,
+        )
+
+
+def test_a_batch_that_a_busy_machine_scatters_is_sent_again() -> None:
+    async def batch(client: ScatteringClient) -> tuple[float, float]:
+        return await ServerProbe(client, lambda: asyncio.sleep(0), 1).batch(2, 16, 10)
+
+    client = ScatteringClient(2)
+    context, step_s = asyncio.run(batch(client))
+    assert client.num_sent == 6
+    assert (context, step_s) == (pytest.approx(21), pytest.approx(0.1))
+    with pytest.raises(UserError, match=r"only 0 steps .* this machine is under other load"):
+        asyncio.run(batch(ScatteringClient(3)))
 
 
 def judged(samples: ProbeSamples) -> tuple[StepFit, list[HeldOutErrors], Profile]:

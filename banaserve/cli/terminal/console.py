@@ -65,8 +65,9 @@ def counting(terminal: TextIO, tick: Say) -> Iterator[Callable[[], None]]:
     over = threading.Event()
 
     def count() -> None:
-        while not over.wait(_TICK_S):
-            tick("")
+        with contextlib.suppress(OSError):  # a terminal that is gone shows no seconds
+            while not over.wait(_TICK_S):
+                tick("")
 
     def stop() -> None:
         over.set()

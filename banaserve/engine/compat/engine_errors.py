@@ -14,6 +14,8 @@ from typing import NamedTuple
 from banaserve.base.platform.run_dir import tail_of
 
 _ERROR = re.compile(r"\b((?:[\w.]*(?:Error|Exception)): .{1,300})")
+_OWN_CLASS = re.compile(r"^banaserve\.base\.errors\.\w+: ")
+"""Beginning of an error of ours, whose message says all."""
 _LAST_LINES = 200
 CAUSE_ELSEWHERE = ("See stack trace for root cause", "See root cause above")
 """Words of errors that only report the failure of another process, whose error is earlier."""
@@ -63,7 +65,7 @@ def last_error(lines: Iterable[str]) -> str:
     """Return the last error that names its own cause, else the last one; empty for none."""
     errors = [found[1].strip() for line in lines if (found := _ERROR.search(line))]
     causes = [one for one in errors if not any(words in one for words in CAUSE_ELSEWHERE)]
-    return (causes or errors or [""])[-1]
+    return _OWN_CLASS.sub("", (causes or errors or [""])[-1])
 
 
 def advice_for(error: str) -> str:

@@ -100,7 +100,7 @@ def test_doctor_compares_the_nodes_with_this_machine(
     a, b = (node.address for node in nodes)
     assert "it is in use" in found[f"node {a}"]["detail"]
     lost = next(one for name, one in found.items() if "refused" in one["detail"])
-    assert (lost["status"], lost["advice"][:18]) == ("missing", "run `banaserve nod")
+    assert (lost["status"], lost["advice"][:18]) == ("failed", "run `banaserve nod")
     for way in (f"this machine to {a}", f"{a} to {b}", f"{b} to {a}"):
         assert "ms there and back" in found[way]["detail"]
     assert "memory" not in found
