@@ -114,6 +114,32 @@ async def test_a_comment_is_relayed_at_once_and_is_no_first_token(house):
     assert [one async for one in chunks] == []
 
 
+@pytest.mark.parametrize(
+    ("place", "told"),
+    [
+        ("OWN/v1/models?a=http://OWN/", "/v1/models?a=http://OWN/"),
+        ("OWN", "OWN"),
+        ("OWN//other/v1", "OWN//other/v1"),
+        ("OWN0/v1/models", "OWN0/v1/models"),
+        ("https://OWN/v1/models", "https://OWN/v1/models"),
+        ("http://127.0.0.1/v1/models", "http://127.0.0.1/v1/models"),
+    ],
+)
+async def test_a_redirect_of_a_replica_to_itself_leads_to_the_balancer(house, place, told):
+    """As FastAPI redirects from ``/v1/models/``, by the Host header that the replica was sent."""
+
+    def at(replica, place):
+        return place.replace("://OWN", f"://{replica.id}").replace("OWN", replica.url)
+
+    async def redirect(asked):
+        await asked.answer(307, b"", f"location: {at(replica, place)}\r\n")
+
+    replica = await house.replica(redirect)
+    await house.balance(replica)
+    reply = await house.ask("/v1/models/", method="GET")
+    assert (reply.status, reply.fields["location"]) == (307, at(replica, told))
+
+
 async def test_connections_are_used_again_on_both_sides(house):
     replica = await house.replica()
     await house.balance(replica)

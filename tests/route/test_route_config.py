@@ -10,9 +10,16 @@ import pytest
 from banaserve.base.errors import UserError
 from banaserve.cli import main as cli
 from banaserve_route.balancer.balancer import Balancer
-from banaserve_route.balancer.config import BalancerSettings, PolicySettings, ReplicaSettings
+from banaserve_route.balancer.config import (
+    BalancerSettings,
+    PolicySettings,
+    ReplicaSettings,
+    parse_endpoint,
+)
 from banaserve_route.balancer.config_file import follow, read_settings
 from banaserve_route.balancer.discovery import Discovery
+from banaserve_route.balancer.targets.target import Target
+from banaserve_route.policies.interface import ReplicaId, ReplicaView
 
 TOML = """
 region = "eu"
@@ -219,3 +226,19 @@ def test_the_file_in_the_documents_is_one(tmp_path):
     block = next(one for one in page.split("```toml\n")[1:] if "peer_key" in one)
     settings = read_settings(write(tmp_path, block.partition("```")[0]))
     assert [peer.region for peer in settings.peers] == ["us"]
+
+
+@pytest.mark.parametrize(
+    ("url", "host"),
+    [
+        ("http://vllm.example.com", "vllm.example.com"),
+        ("https://vllm.example.com:443/", "vllm.example.com"),
+        ("http://[::1]:80", "[::1]"),
+        ("http://vllm.example.com:443", "vllm.example.com:443"),
+        ("http://a:8080", "a:8080"),
+    ],
+)
+def test_a_server_is_asked_by_its_name_without_a_default_port(url, host):
+    view = ReplicaView(ReplicaId("a"))
+    target = Target(view, parse_endpoint(url), BalancerSettings(), tls=object())
+    assert target.fields == f"Host: {host}\r\n".encode()

@@ -634,9 +634,14 @@ class Endpoint:
 
     @property
     def authority(self) -> str:
-        """Return host and port as in a Host header."""
+        """Return host and port."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
+
+    @property
+    def host_field(self) -> str:
+        """Return the value of a Host header: some servers know no name with a default port."""
+        return self.authority.removesuffix(":443" if self.is_tls else ":80")
 
     @property
     def url(self) -> str:

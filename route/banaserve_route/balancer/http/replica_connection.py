@@ -17,6 +17,7 @@ from banaserve_route.balancer.http.response import (
     ResponseHead,
     UntilClose,
     parse_response_head,
+    without_origin,
 )
 
 IDLE_S = 4.0
@@ -149,6 +150,9 @@ class ReplicaConnection(asyncio.Protocol):
                 raise ProtocolError("the answer changes the protocol")
             if head.status >= 200:
                 self._head = b""
+                if 300 <= head.status < 400:
+                    # A client may not reach the replica, and must not pass the balancer by.
+                    head.lines = without_origin(head.lines, self._pool.origin)
                 return head, rest[at:]
 
     def _end(self, sink: Sink, is_clean: bool) -> None:
@@ -222,6 +226,7 @@ class ConnectionPool:
         """``tls`` holds the trusted authorities; needed if the endpoint has TLS."""
         assert tls is not None or not endpoint.is_tls
         self.endpoint = endpoint
+        self.origin = f"{endpoint.url.partition(':')[0]}://{endpoint.host_field}".encode()
         self.connect_timeout_s = connect_timeout_s
         self._tls = tls if endpoint.is_tls else None
         self._idle: list[ReplicaConnection] = []

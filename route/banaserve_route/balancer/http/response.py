@@ -29,6 +29,10 @@ _HOP = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _KEPT = frozenset((b"transfer-encoding", b"content-length"))
+# A path that begins with two slashes would be another server's name.
+_LOCATION = re.compile(
+    rb"^(location:[ \t]*)(https?://[^/\r]+)(?=/(?![/\\]))", re.IGNORECASE | re.MULTILINE
+)
 _TRAILER = re.compile(rb"(" + _TOKEN + rb"):[^\r\n\0]*\r\n")
 _TRAILER_START = re.compile(rb"(?:" + _TOKEN + rb"(?::[^\r\n\0]*)?)?\r?")
 _NO_TRAILERS = frozenset(
@@ -332,6 +336,11 @@ def without(fields: bytes, names: Set[bytes]) -> bytes:
     """Return ``fields`` without those of the lower-case ``names``."""
     lines = fields.split(b"\r\n")[:-1]
     kept = [line for line in lines if line.partition(b":")[0].lower() not in names]
+def without_origin(lines: bytes, origin: bytes) -> bytes:
+    """Return a head's ``lines`` with a redirect to ``origin`` (``http://a:1``) as a path alone."""
+    return _LOCATION.sub(lambda match: match[1 if match[2] == origin else 0], lines)
+
+
     return b"".join(line + b"\r\n" for line in kept)
 
 

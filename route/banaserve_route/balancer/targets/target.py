@@ -72,7 +72,7 @@ class Target:
 
     def take_settings(self, key: str, max_outstanding: int, settings: BalancerSettings) -> None:
         """Apply these settings from now on; requests under way are not affected."""
-        self.fields = b"Host: %b\r\n" % self.endpoint.authority.encode() + self._own_fields
+        self.fields = b"Host: %b\r\n" % self.endpoint.host_field.encode() + self._own_fields
         self.key = key
         if key:
             self.fields += b"Authorization: Bearer %b\r\n" % key.encode()
