@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
+import pytest
 from msgspec import structs
 
 from banaserve.base.access.tenants import TENANT_FIELD, is_tenant_name, tenant_name
@@ -111,8 +112,11 @@ async def test_a_refusal_leaves_the_connection_open(house):
     assert statuses == [200, 429, 200]
 
 
-async def test_tokens_are_those_of_the_answer_and_other_limits_hold_at_once(house):
-    usage = {"usage": {"prompt_tokens": 5_000, "completion_tokens": 1_000}}
+@pytest.mark.parametrize(
+    "names", [("prompt_tokens", "completion_tokens"), ("input_tokens", "output_tokens")]
+)
+async def test_tokens_are_those_of_the_answer_and_other_limits_hold_at_once(house, names):
+    usage = {"usage": dict(zip(names, (5_000, 1_000), strict=True))}
 
     async def answer(asked):
         await asked.answer(200, msgspec.json.encode(usage))
@@ -127,6 +131,31 @@ async def test_tokens_are_those_of_the_answer_and_other_limits_hold_at_once(hous
     assert 300 < int(refused.fields["retry-after"]) <= 541
     balancer.change(structs.replace(balancer.settings, tenants=(TenantSettings(key="first"),)))
     assert (await house.ask(fields=shown("first"))).status == 200
+
+
+async def test_a_stream_may_state_its_tokens_before_its_last_part(house):
+    go_on = asyncio.Event()
+
+    async def stream(asked):
+        await asked.begin_stream()
+        await asked.event("{}")
+        await asked.event('{"usage": {"prompt_tokens": 5000, "completion_tokens": 1000}}')
+        await go_on.wait()
+        await asked.event("[DONE]")
+        await asked.end_stream()
+
+    tenants = (TenantSettings(key="first", tokens_per_minute=600),)
+    balancer = await house.balance(await house.replica(stream), tenants=tenants)
+    caller = await house.caller()
+    head = f"POST /v1/x HTTP/1.1\r\nHost: b\r\nContent-Length: 0\r\n{shown('first')}\r\n"
+    await caller.send(head.encode())
+    await caller.head()
+    chunks = caller.chunks()
+    assert b"usage" in [await anext(chunks) for _ in range(2)][1]
+    go_on.set()
+    assert [one async for one in chunks] == [b"data: [DONE]\n\n"]
+    await house.until(lambda: not balancer._under_way)
+    assert int((await house.ask(fields=shown("first"))).fields["retry-after"]) > 300
 
 
 async def test_a_client_that_goes_away_gives_its_place_back(house):

@@ -47,6 +47,14 @@ _EVENTS = re.compile(rb"^content-type:[ \t]*text/event-stream", re.IGNORECASE | 
 _HEX = re.compile(rb"[0-9a-fA-F]{1,15}")
 _SIZE_LINE = re.compile(rb"(?:\r\n)?([0-9a-fA-F]+)\r\n")
 
+TAIL_BYTES = 4096
+"""Number of last bytes of a part of an answer in which its numbers of tokens are looked for."""
+
+
+def has_usage(part: bytes) -> bool:
+    """Return whether ``part`` of an answer states its numbers of tokens, near its end."""
+    return part.find(b'"usage"', -TAIL_BYTES) >= 0
+
 
 def is_comment(chunk: bytes) -> bool:
     """Return whether ``chunk`` of an event stream is a comment, which keeps idle streams open."""
@@ -328,6 +336,11 @@ def parse_response_head(head: bytes, to_head: bool = False) -> ResponseHead:
     return ResponseHead(status, lines, body, keep_alive, is_events)
 
 
+def without_origin(lines: bytes, origin: bytes) -> bytes:
+    """Return a head's ``lines`` with a redirect to ``origin`` (``http://a:1``) as a path alone."""
+    return _LOCATION.sub(lambda match: match[1 if match[2] == origin else 0], lines)
+
+
 def _keep(match: re.Match[bytes]) -> bytes:
     return match[0] if match[1].lower() in _KEPT else b""
 
@@ -336,11 +349,6 @@ def without(fields: bytes, names: Set[bytes]) -> bytes:
     """Return ``fields`` without those of the lower-case ``names``."""
     lines = fields.split(b"\r\n")[:-1]
     kept = [line for line in lines if line.partition(b":")[0].lower() not in names]
-def without_origin(lines: bytes, origin: bytes) -> bytes:
-    """Return a head's ``lines`` with a redirect to ``origin`` (``http://a:1``) as a path alone."""
-    return _LOCATION.sub(lambda match: match[1 if match[2] == origin else 0], lines)
-
-
     return b"".join(line + b"\r\n" for line in kept)
 
 

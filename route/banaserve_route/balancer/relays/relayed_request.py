@@ -9,7 +9,13 @@ from banaserve_route.balancer.http.client_connection import ClientConnection
 from banaserve_route.balancer.http.exchange import ReplicaExchange
 from banaserve_route.balancer.http.replica_connection import ConnectionPool
 from banaserve_route.balancer.http.request import ClientRequest
-from banaserve_route.balancer.http.response import Body, BodyEnd, ResponseHead, is_comment
+from banaserve_route.balancer.http.response import (
+    Body,
+    BodyEnd,
+    ResponseHead,
+    has_usage,
+    is_comment,
+)
 from banaserve_route.balancer.relays.messages import (
     AnswerBegan,
     AnswerBroke,
@@ -238,7 +244,8 @@ class _Attempt:
 
     def on_body(self, data: bytes) -> None:
         self._num_reads += 1
-        self._last = data
+        if has_usage(data):
+            self._last = data
         self._write(data)
         if self.is_silent and not is_comment(data):
             self.is_silent = False

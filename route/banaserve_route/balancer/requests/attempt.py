@@ -6,14 +6,16 @@ import re
 from time import monotonic
 
 from banaserve_route.balancer.http.exchange import Exchange
+from banaserve_route.balancer.http.response import TAIL_BYTES
 from banaserve_route.balancer.requests.dispatcher import Dispatcher
 from banaserve_route.policies.interface import Request, RoutingDecision
 
 FAULTS = frozenset((502, 503, 504))
 """Statuses that count as the replica's fault. Not 500: one bad request would open every circuit."""
 
-_USAGE = re.compile(rb'"(completion_tokens|cached_tokens|prompt_tokens)"\s*:\s*(\d{1,9})')
-_TAIL_BYTES = 4096
+_USAGE = re.compile(rb'"(completion|output|cached|prompt|input)_tokens"\s*:\s*(\d{1,9})')
+"""Numbers of tokens of completions and chats; ``output`` and ``input`` are of messages and
+responses."""
 
 
 class UpstreamAttempt:
@@ -45,19 +47,19 @@ class UpstreamAttempt:
         """Record that the answer is complete, or that another attempt follows.
 
         Args:
-            last: Last bytes of the answer, which may state its number of tokens.
+            last: Part of the answer that states its number of tokens, if there is one.
             num_reads: Number of parts of the answer: about one per token of a stream.
         """
         self.exchange.end()
         if status >= 400:
             self._dispatcher.fleet.failed(self.flight, now_s, is_fault=status in FAULTS)
         else:
-            begin = last.rfind(b'"usage"', -_TAIL_BYTES)
+            begin = last.rfind(b'"usage"', -TAIL_BYTES)
             usage = dict(_USAGE.findall(last, begin)) if begin >= 0 else {}
-            cached = usage.get(b"cached_tokens")
-            tokens = int(usage.get(b"completion_tokens", num_reads))
+            cached = usage.get(b"cached")
+            tokens = int(usage.get(b"completion") or usage.get(b"output", num_reads))
             cached_tokens = None if cached is None else int(cached)
-            self.prompt_tokens = int(usage.get(b"prompt_tokens", 0))
+            self.prompt_tokens = int(usage.get(b"prompt") or usage.get(b"input", 0))
             self._dispatcher.fleet.finished(self.flight, now_s, tokens, cached_tokens)
         # Last: the target is full or not by the requests that the fleet still counts there.
         self.target.answered(status, status in FAULTS, now_s)

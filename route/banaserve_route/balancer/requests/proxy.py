@@ -11,7 +11,13 @@ from banaserve_route.balancer.http import replies
 from banaserve_route.balancer.http.client_connection import Client, write_error
 from banaserve_route.balancer.http.replica_connection import Sink
 from banaserve_route.balancer.http.request import ClientRequest
-from banaserve_route.balancer.http.response import Body, BodyEnd, ResponseHead, is_comment
+from banaserve_route.balancer.http.response import (
+    Body,
+    BodyEnd,
+    ResponseHead,
+    has_usage,
+    is_comment,
+)
 from banaserve_route.balancer.requests.attempt import UpstreamAttempt
 from banaserve_route.balancer.requests.dispatcher import Dispatcher
 from banaserve_route.balancer.requests.hedging import HedgeEvent
@@ -244,14 +250,15 @@ class ProxiedRequest:
 
     def on_body(self, data: bytes) -> None:
         self.num_reads += 1
-        self._last = data
+        if has_usage(data):
+            self._last = data
         self._client.write(data)
         if self._is_silent and not is_comment(data) and self._attempt is not None:
             self._is_silent = False
             self._attempt.first_byte(monotonic())
 
     def relayed(self, num_reads: int, last: bytes) -> None:
-        """Count parts of the answer that a relay has relayed; ``last`` is the last of them."""
+        """Count parts of the answer that a relay has relayed; ``last`` may state its tokens."""
         self.num_reads += num_reads
         self._last = last
 
