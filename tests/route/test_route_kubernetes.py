@@ -99,6 +99,17 @@ async def test_ready_servers_of_all_slices_are_found(api: Api) -> None:
     assert set(api.tokens) == {f"Bearer {TOKEN}"}
 
 
+async def test_a_pod_with_two_addresses_is_one_server(api: Api) -> None:
+    def pod(name: str, address: str) -> dict[str, object]:
+        return {**server(address), "targetRef": {"kind": "Pod", "name": name}}
+
+    api.slices["llm", "vllm"] = [
+        {"addressType": "IPv6", "endpoints": [pod("a", "fd00::1"), pod("c", "fd00::3")]},
+        {"addressType": "IPv4", "endpoints": [pod("a", "10.0.0.1"), pod("b", "10.0.0.2")]},
+    ]
+    assert await api.resolve("vllm.llm", 8000) == ["10.0.0.1", "10.0.0.2", "fd00::3"]
+
+
 async def test_the_balancer_follows_a_service(api: Api) -> None:
     api.slices["llm", "vllm"] = [{"addressType": "IPv4", "endpoints": [server("10.0.0.1")]}]
     given = BalancerSettings(replicas=(ReplicaSettings(url="k8s+http://vllm.llm:8000"),))

@@ -33,9 +33,14 @@ class _Conditions(msgspec.Struct, frozen=True):
     terminating: bool | None = None
 
 
-class _Server(msgspec.Struct):
+class _Pod(msgspec.Struct, frozen=True):
+    name: str = ""
+
+
+class _Server(msgspec.Struct, rename="camel"):
     addresses: list[str]
     conditions: _Conditions = _Conditions()
+    target_ref: _Pod | None = None
 
 
 class _Slice(msgspec.Struct, rename="camel"):
@@ -107,14 +112,16 @@ class EndpointSlices:
             return None
         finally:
             connection.close()
+        # With two stacks, each pod is in a slice of IPv4 and in one of IPv6: the former is last.
         return sorted(
             {
-                server.addresses[0]
+                (server.target_ref or _Pod()).name or server.addresses[0]: server.addresses[0]
+                for family in ("IPv6", "IPv4")
                 for one in found.items
-                if one.address_type in ("IPv4", "IPv6")
+                if one.address_type == family
                 for server in one.endpoints or ()
                 if server.addresses
                 and server.conditions.ready is not False
                 and not server.conditions.terminating
-            }
+            }.values()
         )
