@@ -152,11 +152,14 @@ async def test_metrics_name_a_replica_until_it_is_gone(house):
     assert goes.id.encode() not in balancer.metrics.page()
 
 
-async def test_models_of_replicas_that_serve_different_ones_are_listed_together(house):
+@pytest.mark.parametrize("peers", [(), (PeerSettings(region="us", url="http://127.0.0.1:9"),)])
+async def test_models_of_replicas_that_serve_different_ones_are_listed_together(house, peers):
     one, two = await house.replica(), await house.replica()
     told = ReplicaSettings(url=one.url, id="a", models=("m", "n"))
     other = ReplicaSettings(url=two.url, id="b", models=("l",))
-    balancer = await house.balance(told, other, health=HEALTH)
+    balancer = await house.balance(
+        told, other, health=HEALTH, policy=PolicySettings(), peers=peers, peer_key="k"
+    )
     answer = await house.ask("/v1/models", method="GET")
     assert answer.status == 200
     assert [model["id"] for model in json.loads(answer.body)["data"]] == ["l", "m", "n"]

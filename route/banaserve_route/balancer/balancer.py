@@ -365,8 +365,8 @@ class Balancer(RequestHandler):
         return replies.answer(200, b"application/json", b"{}", closes)
 
     def _models(self) -> list[str]:
-        """Return the models of all targets if these differ; empty if any target can list all."""
-        each = {target.view.models for target in self.targets.values()}
+        """Return the models of all replicas if these differ; empty if any can list all."""
+        each = {one.view.models for one in self.targets.values() if not one.is_peer}
         return sorted(frozenset().union(*each)) if len(each) > 1 and all(each) else []
 
     @property
