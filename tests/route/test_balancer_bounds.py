@@ -150,6 +150,16 @@ def test_a_number_in_any_form_of_vllm_hides_no_model(name, number, tokens):
     assert (request.model, request.expected_output_tokens) == ("m", tokens)
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("more", ["", "Content-Type: text/plain\r\n"])
+def test_a_form_with_a_long_file_names_its_model(is_first, more):
+    model = f'--b\r\nContent-Disposition: form-data; name="model"\r\n{more}\r\nm\r\n'
+    file = '--b\r\nContent-Disposition: form-data; name="file"; filename="model"\r\n\r\n'
+    file += "x" * 10**6 + "\r\n"
+    body = "".join([model, file] if is_first else [file, model]).encode() + b"--b--\r\n"
+    assert read_request(RequestId("1"), message_of(body), 0.0, None, False).model == "m"
+
+
 def test_a_model_that_is_null_hides_no_prompt():
     body = b'{"model": null, "prompt": "hello there"}'
     request = read_request(RequestId("1"), message_of(body), 0.0, None, False)

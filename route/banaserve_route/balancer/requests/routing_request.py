@@ -25,6 +25,10 @@ MAX_OUTPUT_TOKENS = 10**7
 MAX_CONVERTED_BYTES = 2**20
 """Maximum size of a body to convert to UTF-8: a longer conversion would block everything else."""
 
+_FORM_MODEL = re.compile(rb'; *name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]+)\r\n')
+_FORM_BYTES = 16 * 1024
+"""Number of bytes at each end of a form in which its model is looked for; a file may be between."""
+
 _NOTHING = msgspec.Raw(b"")
 _TRUE = msgspec.Raw(b"true")
 _RESPONSES = (b"/v1/responses", b"/v1/responses/render")
@@ -75,10 +79,11 @@ def read_request(
     A body that is not a JSON object of the known form is no error here: the replica refuses such a
     body with its own message.
     """
+    data = _data(message)
     try:
-        body = _decode(_data(message)) if message.body else _NO_BODY
+        body = _decode(data) if data else _NO_BODY
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        body = _NO_BODY
+        body = _Body(model=_form_model(data)) if data.startswith(b"--") else _NO_BODY
     prompt = bytes(body.messages or body.prompt or body.input)
     max_tokens = body.max_completion_tokens or body.max_tokens
     return Request(
@@ -96,6 +101,12 @@ def read_request(
 
 
 _NO_BODY = _Body()
+
+
+def _form_model(data: bytes) -> str | None:
+    """Return the model that a form names, such as one with speech to transcribe."""
+    found = _FORM_MODEL.search(data[:_FORM_BYTES] + data[-_FORM_BYTES:])
+    return found[1].decode("utf-8", "replace") if found else None
 
 
 def stored_response(message: ClientRequest) -> str:
