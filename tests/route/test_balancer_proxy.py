@@ -254,6 +254,26 @@ async def test_a_request_waits_for_its_turn_and_no_longer_than_it_may(house):
     assert len(replica.asked) == 2
 
 
+async def test_a_long_prompt_in_line_holds_no_short_one_up(house):
+    go_on = asyncio.Event()
+
+    async def hold(asked):
+        await go_on.wait()
+        await asked.answer()
+
+    large, small = await house.replica(hold), await house.replica()
+    balancer = await house.balance(
+        ReplicaSettings(url=large.url, max_outstanding=1),
+        ReplicaSettings(url=small.url, max_prompt_tokens=10),
+    )
+    asking = [asyncio.create_task(house.ask(body=bytes(100))) for _ in range(2)]
+    await house.until(lambda: len(balancer.queue) == 1)
+    assert (await house.ask(body=b"short")).status == 200
+    assert len(balancer.queue) == len(small.asked) == 1
+    go_on.set()
+    assert [(await one).status for one in asking] == [200, 200]
+
+
 async def test_who_hangs_up_in_line_is_never_sent(house):
     go_on = asyncio.Event()
 

@@ -31,6 +31,7 @@ class Dispatcher:
         max_attempts: Maximum number of targets tried for a request before an answer's first byte.
         max_queue: Maximum number of requests that wait.
         queue_timeout_s: Maximum time of each wait, in seconds.
+        prompt_limits: Maximum prompt lengths of replicas in tokens, sorted.
         hedger: Time limits and budget of hedged requests; None if there are none.
     """
 
@@ -54,6 +55,7 @@ class Dispatcher:
         self.max_attempts = settings.limits.max_attempts
         self.max_queue = settings.limits.max_queue
         self.queue_timeout_s = settings.limits.queue_timeout_s
+        self.prompt_limits = sorted({one.max_prompt_tokens for one in settings.replicas} - {0})
         self.hedger = self._hedger if settings.hedge.after else None
         self._hedger.take_settings(settings.hedge)
         self._has_keys = bool(settings.api_keys or settings.tenants)

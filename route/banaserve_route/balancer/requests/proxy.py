@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Callable, Hashable
 from time import monotonic
 
@@ -54,6 +55,7 @@ class ProxiedRequest:
         "_is_events",
         "_is_silent",
         "_last",
+        "_num_exceeded",
         "_on_ended",
         "_tried",
         "_why",
@@ -87,7 +89,7 @@ class ProxiedRequest:
         self.deadline_s = self.waits_until_s = deadline_s
         self.is_over = False
         self.flights: list[Flight] = []
-        self.num_attempts = self.num_reads = self.status = 0
+        self.num_attempts = self.num_reads = self.status = self._num_exceeded = 0
         self.parent = message.seen.get(b"traceparent", b"")
         self.tenant: TenantUse | None = None
         self.identity = ""
@@ -114,6 +116,8 @@ class ProxiedRequest:
 
     def start(self) -> None:
         """Send the request, or let it wait in the queue."""
+        limits = self._dispatcher.prompt_limits
+        self._num_exceeded = bisect_left(limits, self.request.num_tokens)
         self._limit_wait()
         queue = self._dispatcher.queue
         if not (queue and queue.has_waiting(self.kind)) and self.place():
@@ -364,9 +368,10 @@ class ProxiedRequest:
     @property
     def kind(self) -> Hashable:
         request = self.request
-        # One that waits for a full target must not hold up others, which may go to the tried ones.
-        tried = frozenset(self._tried)
-        return request.model, request.allowed_regions, request.was_forwarded, tried
+        # One that waits for a full target must not hold up others, which may go to the tried ones,
+        # nor a long prompt short ones, which may go to replicas with a limit.
+        who = request.model, request.allowed_regions, request.was_forwarded
+        return *who, self._num_exceeded, frozenset(self._tried)
 
     def _rejoin(self) -> None:
         self._backoff = None
