@@ -248,7 +248,7 @@ def _banner(balancers: Sequence[Balancer]) -> None:
     url = f"http{'s' * bool(settings.ssl_certfile)}://{host}:{settings.port}"
     lines = ["", f"  banaserve routes by {registry.POLICIES.label(settings.policy.name)}"]
     for target in balancer.targets.values():
-        state = "ready" if target.is_healthy else "does not answer yet"
+        state = "ready" if target.is_healthy else target.complaint
         lines.append(f"  {target.endpoint.url:<32} {state}")
     lines += [f"  API      {url}/v1", f"  metrics  {url}/metrics"]
     if settings.admin_key:

@@ -201,9 +201,24 @@ async def test_a_replica_that_is_ill_gets_nothing_until_it_is_well(house):
         await house.ask()
     assert len(ill.asked) == 2
     assert house.log == [
-        f"replica {ill.url} does not answer",
+        f"replica {ill.url} answers 500 to /health",
         f"replica {ill.url} is back",
     ]
+
+
+async def test_the_log_says_why_a_probe_has_failed(house):
+    async def speak(reader, writer):
+        writer.write(b"SSH-2.0-OpenSSH\r\n\r\n")
+
+    refusing, other = await house.replica(), await asyncio.start_server(speak, "127.0.0.1", 0)
+    refusing.stop()
+    address = f"http://127.0.0.1:{other.sockets[0].getsockname()[1]}"
+    await house.balance(refusing, address)
+    assert house.log == [
+        f"replica {refusing.url} does not answer: Connection refused; looking again",
+        f"replica {address} does not answer: the answer is not HTTP/1.1; looking again",
+    ]
+    other.close()
 
 
 async def test_a_replica_that_comes_back_on_its_port_is_found(house):

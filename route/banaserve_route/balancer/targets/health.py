@@ -81,12 +81,14 @@ class Prober:
         try:
             answer = await fetch(target.pool, "GET", health.path, target.fields, health.timeout_s)
             is_well = answer.status == 200
+            target.complaint = f"answers {answer.status} to {health.path}"
             if is_well:
                 self._fleet.measured_round_trip(target.view.id, answer.took_ms)
         except OSError as error:
             if is_own_fault(error):
                 return
             is_well = False
+            target.complaint = f"does not answer: {error.strerror or str(error) or 'timed out'}"
             target.was_refused |= isinstance(error, ConnectionRefusedError)
         now_s = monotonic()
         if target.looked(is_well, health.failures, now_s):

@@ -102,7 +102,7 @@ class TargetRegistry:
             if target.num_failed_looks:
                 target.is_healthy = False
                 target.refresh(monotonic())
-                self._log(f"{target.name} does not answer; looking again")
+                self._log(f"{target.name} {target.complaint}; looking again")
         self._is_started = True
         for prober in probers:
             prober.start()
@@ -298,7 +298,7 @@ class TargetRegistry:
         target.pool.retire()
 
     def _changed(self, target: Target) -> None:
-        self._log(f"{target.name} {'is back' if target.is_healthy else 'does not answer'}")
+        self._log(f"{target.name} {'is back' if target.is_healthy else target.complaint}")
         if target.is_healthy and target.was_refused:
             # The replica has been restarted, so the contents of its cache are gone.
             target.was_refused = False

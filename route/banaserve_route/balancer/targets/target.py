@@ -29,6 +29,7 @@ class Target:
         key: Key in ``fields``, sent instead of the client's key; empty for none.
         takes_keys: True if the target may be shown keys of clients.
         is_healthy: True if the target is healthy according to the last probes.
+        complaint: Words for the log on the last probe, if it has failed.
         was_refused: True if the target's port has refused a connection since it was last healthy.
         num_answers: Number of answers by status.
         num_decisions: Number of requests for which the target was the first one, by the reason.
@@ -59,6 +60,7 @@ class Target:
         self.take_settings("", 0, settings)
         self.takes_keys = True
         self.is_healthy = True
+        self.complaint = "does not answer"
         self.ejection = Ejection()
         self.judged_since_s = 0.0
         self._began_s: float | None = None
