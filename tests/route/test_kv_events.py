@@ -10,7 +10,12 @@ import pytest
 
 from banaserve.base.errors import UserError
 from banaserve_route.balancer.balancer import Balancer
-from banaserve_route.balancer.config import BalancerSettings, PolicySettings, ReplicaSettings
+from banaserve_route.balancer.config import (
+    BalancerSettings,
+    HealthSettings,
+    PolicySettings,
+    ReplicaSettings,
+)
 from banaserve_route.balancer.targets.kv_events.reader import MAX_BATCH_BYTES, KvEventReader
 from banaserve_route.command import parse
 from banaserve_route.policies.caches.known_caches import CacheState, KnownCaches
@@ -248,13 +253,17 @@ async def test_a_replica_that_restarts_loses_its_blocks(house, publish, ports):
     assert (states(balancer), counts(balancer)["restarts"]) == (EXACT, 1)
 
 
-async def test_a_replica_found_by_probes_to_have_restarted_loses_its_blocks(house, publish):
+@pytest.mark.parametrize("failures", [1, 1000])
+async def test_a_replica_found_by_probes_to_have_restarted_loses_its_blocks(
+    house, publish, failures
+):
     publisher = publish(kept=[[stored(TOKENS[:8])]])
-    balancer, (_, second) = await follow(house, publisher)
+    health = HealthSettings(interval_s=0.05, failures=failures)
+    balancer, (_, second) = await follow(house, publisher, health=health)
     await house.until(lambda: held(balancer) == 2)
     publisher.kept.clear()
     second.stop()
-    await house.until(lambda: not balancer.targets[second.id].is_healthy)
+    await house.until(lambda: balancer.targets[second.id].was_refused)
     await house.replica(port=second.port)
     await house.until(lambda: held(balancer) == 0)
     await house.until(lambda: states(balancer) == EXACT)

@@ -91,7 +91,8 @@ class Prober:
             target.complaint = f"does not answer: {error.strerror or str(error) or 'timed out'}"
             target.was_refused |= isinstance(error, ConnectionRefusedError)
         now_s = monotonic()
-        if target.looked(is_well, health.failures, now_s):
+        # A replica restarts also if fewer probes than ``failures`` find its port closed.
+        if target.looked(is_well, health.failures, now_s) or (is_well and target.was_refused):
             self._on_change(target)
 
     async def _read(self) -> None:
