@@ -47,13 +47,9 @@ _EVENTS = re.compile(rb"^content-type:[ \t]*text/event-stream", re.IGNORECASE | 
 _HEX = re.compile(rb"[0-9a-fA-F]{1,15}")
 _SIZE_LINE = re.compile(rb"(?:\r\n)?([0-9a-fA-F]+)\r\n")
 
-TAIL_BYTES = 4096
-"""Number of last bytes of a part of an answer in which its numbers of tokens are looked for."""
-
-
-def has_usage(part: bytes) -> bool:
-    """Return whether ``part`` of an answer states its numbers of tokens, near its end."""
-    return part.find(b'"usage"', -TAIL_BYTES) >= 0
+NUM_LAST_PARTS, TAIL_BYTES = 4, 4096
+"""Numbers of last parts of an answer, and of last bytes, that may state its numbers of tokens: a
+part may be a single event, and the last ones of a stream say only that it ends."""
 
 
 def is_comment(chunk: bytes) -> bool:

@@ -85,7 +85,7 @@ class AnswerEnded(_Message, frozen=True, tag=7):
 
     Attributes:
         num_reads: Number of parts relayed after the beginning.
-        last: Part that states the numbers of tokens, if there is one.
+        last: End of the answer, which may state numbers of tokens.
     """
 
     attempt: int

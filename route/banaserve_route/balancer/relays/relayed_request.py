@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 from banaserve_route.balancer.http import replies
@@ -10,10 +11,11 @@ from banaserve_route.balancer.http.exchange import ReplicaExchange
 from banaserve_route.balancer.http.replica_connection import ConnectionPool
 from banaserve_route.balancer.http.request import ClientRequest
 from banaserve_route.balancer.http.response import (
+    NUM_LAST_PARTS,
+    TAIL_BYTES,
     Body,
     BodyEnd,
     ResponseHead,
-    has_usage,
     is_comment,
 )
 from banaserve_route.balancer.relays.messages import (
@@ -236,23 +238,23 @@ class _Attempt:
         self.body: Body | None = None
         self.is_finished_here = self.is_silent = False
         self._num_reads = 0
-        self._last = b""
+        self._last: deque[bytes] = deque(maxlen=NUM_LAST_PARTS)
 
     def on_head(self, head: ResponseHead, data: bytes) -> None:
-        self.body, self._last = head.body, data
+        self.body = head.body
+        self._last.append(data[-TAIL_BYTES:])
         self._request.began(self, head, data)
 
     def on_body(self, data: bytes) -> None:
         self._num_reads += 1
-        if has_usage(data):
-            self._last = data
+        self._last.append(data[-TAIL_BYTES:])
         self._write(data)
         if self.is_silent and not is_comment(data):
             self.is_silent = False
             self._request.spoke(self)
 
     def on_end(self) -> None:
-        self._request.ended(self, self._num_reads, self._last)
+        self._request.ended(self, self._num_reads, b"".join(self._last)[-TAIL_BYTES:])
 
     def on_broken(self, why: str, was_reused: bool, is_ours: bool = False) -> None:
         if was_reused:

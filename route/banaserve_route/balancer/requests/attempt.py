@@ -47,7 +47,7 @@ class UpstreamAttempt:
         """Record that the answer is complete, or that another attempt follows.
 
         Args:
-            last: Part of the answer that states its number of tokens, if there is one.
+            last: End of the answer, which may state its number of tokens.
             num_reads: Number of parts of the answer: about one per token of a stream.
         """
         self.exchange.end()

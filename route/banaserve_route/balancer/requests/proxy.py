@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Hashable
 from time import monotonic
 
@@ -13,10 +14,11 @@ from banaserve_route.balancer.http.client_connection import Client, write_error
 from banaserve_route.balancer.http.replica_connection import Sink
 from banaserve_route.balancer.http.request import ClientRequest
 from banaserve_route.balancer.http.response import (
+    NUM_LAST_PARTS,
+    TAIL_BYTES,
     Body,
     BodyEnd,
     ResponseHead,
-    has_usage,
     is_comment,
 )
 from banaserve_route.balancer.requests.attempt import UpstreamAttempt
@@ -99,7 +101,7 @@ class ProxiedRequest:
         self._backoff: asyncio.TimerHandle | None = None
         self._hedge: Hedge | None = None
         self._body: Body | None = None
-        self._last = b""
+        self._last: deque[bytes] = deque(maxlen=NUM_LAST_PARTS)
         self._why = ""
         self._is_events = self._is_silent = False
         self._had_free_try = self._holder_is_busy = False
@@ -243,7 +245,8 @@ class ProxiedRequest:
             return
         if self._hedge is not None:
             self._end_hedge()
-        self.status, self._body, self._last = status, body, data
+        self.status, self._body = status, body
+        self._last.append(data[-TAIL_BYTES:])
         self._is_events = head.is_events
         self._is_silent = head.is_events and is_comment(data)
         if not self._is_silent:
@@ -254,22 +257,21 @@ class ProxiedRequest:
 
     def on_body(self, data: bytes) -> None:
         self.num_reads += 1
-        if has_usage(data):
-            self._last = data
+        self._last.append(data[-TAIL_BYTES:])
         self._client.write(data)
         if self._is_silent and not is_comment(data) and self._attempt is not None:
             self._is_silent = False
             self._attempt.first_byte(monotonic())
 
     def relayed(self, num_reads: int, last: bytes) -> None:
-        """Count parts of the answer that a relay has relayed; ``last`` may state its tokens."""
+        """Count parts of the answer that a relay has relayed; ``last`` is the end of the answer."""
         self.num_reads += num_reads
-        self._last = last
+        self._last.append(last)
 
     def on_end(self) -> None:
         attempt, self._attempt = self._attempt, None
         assert attempt is not None
-        attempt.answered(self.status, monotonic(), self._last, self.num_reads)
+        attempt.answered(self.status, monotonic(), b"".join(self._last), self.num_reads)
         self.prompt_tokens = attempt.prompt_tokens or self.prompt_tokens
         self._end(self.status)
 
