@@ -109,6 +109,30 @@ async def test_what_is_refused_is_refused_in_one_line_and_reaches_nobody(small):
     assert (await small.ask()).status == 200
 
 
+@pytest.mark.parametrize("at_a_time", [1, 7, 1000])
+async def test_an_offer_of_http_2_is_ignored(small, at_a_time):
+    """Java's client makes one; each request then has a connection of its own."""
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
+    for sent in (
+        b"GET /v1/models HTTP/1.1\r\nHost: b\r\n" + offer + b"\r\n",
+        POST + offer + b"Content-Length: 5\r\n\r\nabcde",
+        POST + offer + b"Transfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\n0\r\n\r\n",
+        POST + b"Upgrade: h2c\r\nConnection: close\r\nContent-Length: 5\r\n\r\nabcde",
+    ):
+        caller = await small.caller()
+        sent += b"GET /v1/smuggled HTTP/1.1\r\nHost: b\r\n\r\n"
+        for at in range(0, len(sent), at_a_time):
+            await caller.send(sent[at : at + at_a_time])
+            await asyncio.sleep(0)
+        reply = await caller.reply()
+        assert (reply.status, reply.fields["connection"]) == (200, "close")
+        assert "upgrade" not in reply.fields
+        assert await caller.reader.read() == b""
+    assert [one.body for one in small.one.asked] == [b"", *[b"abcde"] * 3]
+    for asked in small.one.asked:
+        assert not {"upgrade", "http2-settings"} & {*asked.fields}
+
+
 @pytest.mark.parametrize("at_a_time", [1, 7])
 async def test_a_request_may_come_in_drops(small, at_a_time):
     caller = await small.caller()

@@ -154,6 +154,22 @@ class RequestHandler(Protocol):
         ...
 
 
+class _BodyOfOffer:
+    """Callbacks of the parser for the body of ``client``'s last request, which offers HTTP/2."""
+
+    def __init__(self, client: ClientConnection) -> None:
+        self._client: ClientConnection | None = client
+
+    def on_body(self, data: bytes) -> None:
+        if self._client is not None:
+            self._client.on_body(data)
+
+    def on_message_complete(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.on_message_complete()
+
+
 class ClientConnection(asyncio.Protocol):
     """Connection from a client, on which requests and answers follow one another in order.
 
@@ -173,6 +189,7 @@ class ClientConnection(asyncio.Protocol):
         "_is_head_timed",
         "_is_paused",
         "_message",
+        "_offers_http2",
         "_parser",
         "_refusal",
         "_stalled",
@@ -196,6 +213,7 @@ class ClientConnection(asyncio.Protocol):
         self._in_head = True
         self._is_busy = self._is_choked = self._is_paused = self._is_body_timed = False
         self._is_head_timed = True
+        self._offers_http2 = False
         self.can_go_on = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -226,8 +244,12 @@ class ClientConnection(asyncio.Protocol):
                 raise
             self._refuse(cause)
             return
-        except httptools.HttpParserUpgrade:
-            self._refuse(RequestRefusedError(400, "CONNECT and upgrades are not supported"))
+        except httptools.HttpParserUpgrade as upgrade:
+            # The parser takes all bytes after the head for another protocol's.
+            self._offers_http2 = False
+            self._parser = httptools.HttpRequestParser(_BodyOfOffer(self))
+            head = b"POST / HTTP/1.1\r\nHost: b\r\n%b\r\n" % self._message.framing
+            self.data_received(head + data[upgrade.args[0] :])
             return
         except httptools.HttpParserError as error:
             self._refuse(RequestRefusedError(400, f"not a valid HTTP/1.1 request: {error}"))
@@ -268,6 +290,9 @@ class ClientConnection(asyncio.Protocol):
         self._in_head = False
         keep_alive = parser.should_keep_alive()
         message.head_complete(parser.get_method(), parser.get_http_version(), keep_alive)
+        # Java's client offers HTTP/2 with each first request of a connection.
+        self._offers_http2 = parser.should_upgrade()
+        message.keep_alive &= not self._offers_http2
         if message.announced_bytes > self._handler.max_body_bytes:
             limit = self._handler.max_body_bytes
             raise RequestRefusedError(
@@ -289,6 +314,8 @@ class ClientConnection(asyncio.Protocol):
         self._head_bytes = max(0, self._head_bytes - len(data) - _CHUNK_LINES_BYTES)
 
     def on_message_complete(self) -> None:
+        if self._offers_http2:
+            return  # the body follows
         message, self._message = self._message, ClientRequest()
         self._in_head, self._head_bytes, self._is_body_timed = True, 0, False
         if not self._is_busy and not self._waiting and not self._is_choked:

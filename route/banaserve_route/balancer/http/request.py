@@ -126,6 +126,13 @@ class ClientRequest:
         return self._size
 
     @property
+    def framing(self) -> bytes:
+        """Return the header line that says where the body ends."""
+        if self._is_chunked:
+            return b"Transfer-Encoding: chunked\r\n"
+        return b"Content-Length: %d\r\n" % self.announced_bytes
+
+    @property
     def is_preflight(self) -> bool:
         """True for a question without a body, which browsers ask before they send a key (CORS)."""
         return self.method == b"OPTIONS" and not (self.announced_bytes or self._is_chunked)
@@ -184,6 +191,8 @@ class ClientRequest:
         elif name == b"host":
             self._num_hosts += 1
         elif name == b"upgrade":
+            if value.strip().lower() == b"h2c":  # ignored, as RFC 9110, 7.8, allows
+                return
             raise RequestRefusedError(
                 501, "upgrades of the connection are not supported: HTTP/1.1 only"
             )
