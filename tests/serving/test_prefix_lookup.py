@@ -1,15 +1,24 @@
-"""Lookups before routing: what stores of other machines are still asked about is waited for."""
+"""Lookups before routing, and what the store is told of requests that have ended."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
 from banaserve.kvstore.leases import Lookup
-from banaserve.serving.requests.prefix_lookup import num_known
+from banaserve.serving.requests import prefix_lookup
+from banaserve.serving.requests.prefix_lookup import (
+    HoldEnd,
+    PrefixLookups,
+    PromptHold,
+    num_known,
+)
 
 _STATES = {"h": Lookup.HIT, "p": Lookup.PENDING, "a": Lookup.ASKED, "m": Lookup.MISS}
 
@@ -42,3 +51,27 @@ def test_what_is_asked_elsewhere_is_waited_for_20_ms(
 
     assert num_known(look, lambda: time_s[0], sleep) == expected
     assert looks == [num_looks]
+
+
+async def test_holds_that_end_meanwhile_are_not_waited_for(monkeypatch: Any) -> None:
+    """A cache is reset once the store knows of earlier ends, however busy the server is."""
+    monkeypatch.setattr(prefix_lookup, "_TELL_S", 0.0)
+    cluster: Any = SimpleNamespace(instances={})
+    lookups, loop = PrefixLookups(cluster), asyncio.get_running_loop()
+    told: list[int] = []
+
+    def end_holds(holds: list[HoldEnd]) -> None:
+        told.extend(one.hold for one in holds)
+        if len(told) < 100:
+            loop.call_soon_threadsafe(lookups.end_hold, PromptHold(len(told) + 1, ("",)))
+
+    store: Any = SimpleNamespace(end_holds=end_holds, close=lambda: None)
+    lookups.by_weights["w"] = store
+    lookups.end_hold(PromptHold(1, ("",)))
+    await lookups.told()
+    assert told[:1] == [1]
+    assert len(told) < 100
+    lookups.end_hold(PromptHold(1000, ("",)))
+    await lookups.told()
+    assert 1000 in told
+    lookups.close()

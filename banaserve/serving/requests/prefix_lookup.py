@@ -149,18 +149,20 @@ class PrefixLookups:
                 self._telling = asyncio.get_running_loop().create_task(self._tell())
 
     async def told(self) -> None:
-        """Return when the stores know of all holds that have ended."""
-        if self._telling is not None:
-            await asyncio.wait({self._telling})
+        """Return when the stores know of all holds that have ended by now."""
+        for _ in range(2):  # of the holds that are being told, and of those that ended since
+            if self._telling is not None:
+                await asyncio.wait({self._telling})
 
     async def _tell(self) -> None:
-        while self._ended:
-            await asyncio.sleep(_TELL_S)
-            ended, self._ended = self._ended, []
-            # All lookups are clients of the same store, so any of them will do.
-            lookup = next(iter(self.by_weights.values()), None)
-            if lookup is not None:
-                await asyncio.to_thread(lookup.end_holds, ended)
+        await asyncio.sleep(_TELL_S)
+        ended, self._ended = self._ended, []
+        # All lookups are clients of the same store, so any of them will do.
+        lookup = next(iter(self.by_weights.values()), None)
+        if lookup is not None:
+            await asyncio.to_thread(lookup.end_holds, ended)
+        if self._ended:
+            self._telling = asyncio.get_running_loop().create_task(self._tell())
 
     async def cached_tokens(self, request: compat.EngineCoreRequest) -> int:
         """Return the number of prompt tokens that the store has; 0 without a store.
