@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -139,6 +140,7 @@ class World:
         )
 
     def _make(self, current: EngineSettings, model: str, _: object) -> EngineSettings:
+        assert threading.current_thread().daemon, "a server that ends would wait for it"
         self.is_scaling = self.scales_meanwhile
         if model == "bad":
             raise UserError("no engine could serve it")

@@ -11,9 +11,11 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from banaserve.base.clock import Clock
 from banaserve.base.errors import InstanceDeadError, MigrationError, UserError
+from banaserve.base.platform.processes import in_daemon_thread
 from banaserve.base.types import InstanceId
 from banaserve.contracts.restart_api import EngineRestart, RestartRequest, RollingRestart
 from banaserve.serving.instances.cluster import Cluster
@@ -87,8 +89,9 @@ class RollingRestarts(Operations[RollingRestart]):
             if self.is_under_way:
                 raise MigrationError("a rolling restart is under way already: see banaserve status")
             self._check_free()
-            settings = await asyncio.to_thread(
-                self._make, self.settings, ask.model, ask.vllm_options
+            # A model may be fetched for an hour: the server's end must not wait for it.
+            settings = await in_daemon_thread(
+                partial(self._make, self.settings, ask.model, ask.vllm_options)
             )
             self._check_free()  # a scaling or a pause may have begun meanwhile
             instances = self._cluster.instances.values()
