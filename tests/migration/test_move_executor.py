@@ -505,21 +505,24 @@ async def test_the_engine_takes_the_budget_of_its_role(world, monkeypatch):
     assert (p1.role, given) == (Role.DECODE, [Role.PREFILL, Role.DECODE])
 
 
-async def test_a_switch_that_is_given_up_while_the_engine_answers_changes_nothing(world):
-    p1, answers = world.instances[P1], asyncio.Event()
-    asked = p1.take_budget
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+async def test_a_switch_that_is_given_up_while_the_engine_answers_changes_nothing(world, role):
+    p1, asked, answers = world.instances[P1], asyncio.Event(), asyncio.Event()
+    take_budget = p1.take_budget
 
     async def slow(role: Role, step_tokens: int = 0) -> None:
+        asked.set()
         await answers.wait()
-        await asked(role, step_tokens)
+        await take_budget(role, step_tokens)
 
     p1.take_budget = slow
-    change = world.roles.begin("p1", "decode", 60)
-    await until(lambda: change.num_left == 0 and not p1.takes_requests)
+    change = world.roles.begin("p1", role, 60, step_tokens=512)
+    await asked.wait()
     world.roles.abort(change.id)
     answers.set()
     assert (await world.roles.wait(change.id)).state == "aborted"
     assert (p1.role, p1.budget, p1.service.is_switching) == (Role.PREFILL, Role.PREFILL, False)
+    assert p1.step_tokens == 0
 
 
 # ---- what is asked again, and what is forgotten

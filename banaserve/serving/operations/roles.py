@@ -150,10 +150,11 @@ class Roles(Operations[RoleChange]):
             self._check_goes_on(change, instance, role, inf)
             if role is not instance.role:
                 instance.set_role(role)
-            logger.info("instance %s is for %s from here on", instance.id, role.value)
-        finally:
-            if instance.role is not role and instance.is_ready:
+        except BaseException:
+            if instance.is_ready:
                 await instance.take_budget(instance.role, before)
+            raise
+        logger.info("instance %s is for %s from here on", instance.id, role.value)
 
     def _check_goes_on(
         self, change: RoleChange, instance: Instance, role: Role, timeout_s: float
