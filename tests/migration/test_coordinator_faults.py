@@ -15,6 +15,7 @@ pytest.importorskip("vllm")
 from banaserve.base.errors import InstanceDeadError
 from banaserve.contracts.migration_api import MoveLayers, Return
 from banaserve.serving.launch.launcher import GuestPlace
+from banaserve.serving.monitoring import metrics
 from banaserve.serving.moves import host_client, move_plan
 from banaserve.serving.moves.guest_monitor import GuestMonitor
 from banaserve.serving.moves.placement import placement_of
@@ -278,6 +279,7 @@ async def test_the_target_counts_its_guests_and_the_host_what_is_away(cluster, o
     await done(cluster.coordinator, LAYERS)
     await until(lambda: cluster.instances["p0"].guests[0] > 0)
     await until(lambda: cluster.d0.placements != ())
+    assert metrics.UNITS_AWAY.labels("d0")._value.get() == 1
     (placement,) = cluster.d0.placements
     assert (placement.guest, placement.module.first_layer, placement.module.end_layer) == (
         "p0",
@@ -290,3 +292,6 @@ async def test_the_target_counts_its_guests_and_the_host_what_is_away(cluster, o
     assert [unit.at for unit in by_id["d0"].units] == ["p0"]
     assert (by_id["d0"].num_blocks, by_id["d0"].blocks_gained) == (450, 150)
     assert [guest.target for guest in shown.guests] == ["p0"]
+    cluster.d0.die()
+    cluster.coordinator.instance_ended(cluster.d0.id)
+    assert metrics.UNITS_AWAY.labels("d0")._value.get() == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ from banaserve.serving.operations.scale_plan import (
 )
 from migration_doubles import LAYERS, done
 from scaling_doubles import Factory, scaler_of
-from waiting import until
+from waiting import turns, until
 
 ROLES = {"p": Role.PREFILL, "d": Role.DECODE, "c": Role.COLOCATED}
 
@@ -295,6 +296,18 @@ async def test_nothing_moves_to_one_that_leaves(served: Served) -> None:
     for ask in (MoveLayers("d0", "p1", (0, 2)), MoveLayers("p1", "d0", (0, 2))):
         with pytest.raises(MigrationError, match="instance p1 is being removed"):
             await coordinator.begin(ask)
+
+
+@pytest.mark.parametrize("leaving", ["d0", "p1"])
+async def test_a_move_whose_host_is_asked_while_one_leaves_does_not_begin(
+    served: Served, leaving: str
+) -> None:
+    coordinator = served.world.cluster.coordinator
+    beginning = asyncio.create_task(coordinator.begin(MoveLayers("d0", "p1", (0, 2))))
+    await turns(coordinator.hosts[InstanceId("d0")].planning.locked)
+    await coordinator.vacate(InstanceId(leaving))
+    with pytest.raises(MigrationError, match=f"instance {leaving} is being removed"):
+        await beginning
 
 
 async def test_roles_that_switch_and_roles_that_follow_the_load(tmp_path: Path) -> None:

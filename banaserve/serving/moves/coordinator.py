@@ -87,12 +87,12 @@ class Coordinator(Operations[Migration]):
             UserError: The request names an unknown instance.
         """
         host_state = self._host_state(ask.source)
-        if not isinstance(ask, Return):
-            self._check_stays(ask.source)
-        target = None if isinstance(ask, Return) else self._target(ask.source, ask.target)
         async with host_state.planning:
             await host_state.refresh()
-            # No wait from here on: a call that pauses engines ends the moves that have begun.
+            # No wait from here on: a pause, or the removal of an instance, ends moves under way.
+            if not isinstance(ask, Return):
+                self._check_stays(ask.source)
+            target = None if isinstance(ask, Return) else self._target(ask.source, ask.target)
             host_state.instance.check_not_paused()
             link = host_state.link()
             plan = self._plan(ask, host_state)
@@ -157,6 +157,7 @@ class Coordinator(Operations[Migration]):
     def instance_ended(self, instance_id: InstanceId) -> None:
         """Handle the end of an engine: kill its guests, and so end all its units."""
         self.hosts[instance_id].ended()
+        metrics.UNITS_AWAY.labels(instance_id).set(0)
         for guest in self.guests:
             if guest.host == instance_id:
                 guest.kill()
