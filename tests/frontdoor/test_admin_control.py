@@ -149,7 +149,10 @@ async def test_a_drain_over_the_api(served):
     assert "only one that serves prefill" in last.json()["error"]["message"]
     listed = (await served.client.get("/admin/status")).json()["instances"]
     assert {one["id"]: one["state"] for one in listed}["p1"] == "drained"
-    p1.inflight_requests = 1
+    engine, p1.llm = p1.llm, None
+    listed = (await served.client.get("/admin/status")).json()["instances"]
+    assert {one["id"]: one["state"] for one in listed}["p1"] == "down"
+    p1.llm, p1.inflight_requests = engine, 1
     shown = await served.client.get("/admin/drains/p1?wait_s=0.05")
     assert shown.json()["num_left"] == 1
     assert (await served.client.delete("/admin/drains/p1")).json()["is_held"] is False

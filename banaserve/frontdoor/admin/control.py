@@ -214,8 +214,6 @@ def _state(one: InstanceView, coordinator: Coordinator, roles: Roles) -> str:
     if any(change.is_open and change.instance == one.id for change in roles.recent()):
         return "draining"
     instance = coordinator.hosts[one.id].instance
-    if instance.service.is_drained:
-        return "drained"
-    if instance.is_ready:
-        return "ready"
-    return "down" if instance.place.is_there else "away"
+    if not instance.is_ready:
+        return "down" if instance.place.is_there else "away"
+    return "drained" if instance.service.is_drained else "ready"
