@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from vllm.exceptions import GracefulHTTPError
-from vllm.outputs import RequestOutput
+from vllm.outputs import RequestOutput, WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.stats import IterationStats
@@ -117,7 +117,7 @@ class Engine:
             finish = compat.FinishReason.LENGTH if is_last else None
             output = compat.EngineCoreOutput(leg.request_id, tokens[-1:], finish_reason=finish)
             output.prefill_stats = compat.PrefillStats(num_cached_tokens=num_cached)
-            self.output_processor.process_outputs([output], 0.0, IterationStats())
+            self.output_processor.process_outputs([output], 0.0, IterationStats(), self.weights)
 
 
 class _Flight:
@@ -197,6 +197,8 @@ class Reader:
         assert output is not None
         self.text += output.outputs[0].text
         self.num_cached_tokens = output.num_cached_tokens
+        self.stats: Any = output.metrics
+        self.weight_versions = output.outputs[0].weight_versions
         self.finished = output.finished
         self.finish_reason = output.outputs[0].finish_reason
         self._next = asyncio.create_task(self._read())
@@ -499,6 +501,38 @@ async def test_cached_tokens_are_those_of_the_prefill_leg(temperature: float) ->
     decode.compute(1, num_cached=9)
     await reader.read()
     assert reader.num_cached_tokens == 7
+
+
+@pytest.mark.parametrize(("node", "began"), [("", (1.0, 2.0)), ("elsewhere", (0.0, 0.0))])
+async def test_a_request_begins_where_its_prefill_leg_was_scheduled(
+    node: str, began: tuple[float, float]
+) -> None:
+    prefill, decode = Engine("p0"), Engine("d0")
+    prefill.place = InstancePlace(node)  # with a clock of its own
+    reader = Reader(job(streamed()), Engines(decode, prefill=prefill))
+    await reader.reaches(prefill)
+    (leg,) = prefill.output_processor.request_states.values()
+    assert leg.stats is not None
+    leg.stats.queued_ts, leg.stats.scheduled_ts = 1.0, 2.0
+    prefill.compute(1)
+    await reader.read()
+    assert (reader.stats.queued_ts, reader.stats.scheduled_ts) == began
+
+
+@pytest.mark.parametrize("num_tokens", [1, 10])
+async def test_the_label_of_the_weights_is_of_the_first_token_too(num_tokens: int) -> None:
+    prefill, decode = Engine("p0"), Engine("d0")
+    params = streamed()
+    params.max_tokens = num_tokens
+    reader = Reader(job(params), Engines(decode, prefill=prefill))
+    await reader.reaches(prefill)
+    prefill.compute(1)
+    await reader.read()
+    if num_tokens > 1:
+        await reader.reaches(decode)
+        decode.compute(num_tokens - 1)
+        await reader.read()
+    assert reader.weight_versions == [WeightVersionSpan("w", 0, num_tokens)]
 
 
 @pytest.mark.parametrize(("looked_up", "noted"), [(0, 7), (5, 5)])

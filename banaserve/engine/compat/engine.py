@@ -223,6 +223,7 @@ def put_first_token(
     prefill_stats: PrefillStats,
     iteration: IterationStats,
     logprobs: tuple[list[int], list[float], int] | None = None,
+    weight_version: str | None = None,
 ) -> bool:
     """Pass a token sampled elsewhere through detokenizer and stop checks to the client.
 
@@ -230,6 +231,7 @@ def put_first_token(
         iteration: Statistics, still empty, that count the token.
         logprobs: Token ids and log probabilities of the token's position, the token itself first,
             and the token's rank.
+        weight_version: vLLM's label of the weights that sampled the token; None for none.
 
     Returns:
         True if the request continues.
@@ -248,7 +250,8 @@ def put_first_token(
         stop_reason=stop_reason,
         prefill_stats=prefill_stats,
     )
-    llm.output_processor.process_outputs([output], time.monotonic(), iteration)
+    processor = llm.output_processor
+    processor.process_outputs([output], time.monotonic(), iteration, weight_version)
     if llm.logger_manager is not None:
         llm.logger_manager.record(scheduler_stats=None, iteration_stats=iteration)
     return request_state(llm, request_id) is not None

@@ -194,7 +194,7 @@ async def decode(
     with held as counted, queue.expiring(context.deadline):
         context.suspicion.num_beside = instance.inflight_requests
         try:
-            is_sent = is_awaited = _begin(context, llm, queue)
+            is_sent = is_awaited = _begin(context, instance, queue)
             num_before = context.num_output_tokens
             unsent: compat.EngineCoreRequest | None = None
             if is_sent:
@@ -244,8 +244,9 @@ async def decode(
             raise
 
 
-def _begin(context: RequestContext, llm: compat.AsyncLLM, queue: LegOutputCollector) -> bool:
+def _begin(context: RequestContext, instance: Instance, queue: LegOutputCollector) -> bool:
     """Set up the front-end state on this engine's client; return False if the request is over."""
+    llm = _client(instance)
     if context.tokens_so_far:
         compat.adopt(llm, context.state, context.request.request_id, queue)
         metrics.RESUMED.inc()
@@ -253,12 +254,18 @@ def _begin(context: RequestContext, llm: compat.AsyncLLM, queue: LegOutputCollec
     prefilled, first = context.prefilled, context.first
     source = "decode" if first is None else "prefill"
     event = FirstToken(source, context.blockers.first_token if prefilled else None)
+    stats, prompt = context.stats(), context.prompt
+    # vLLM counts from where a request is first scheduled; each machine has a clock of its own.
+    if prompt and prompt.output and prompt.computed_by.place.node == instance.place.node:
+        began = prompt.output.metrics
+        assert began is not None
+        stats.queued_ts, stats.scheduled_ts = began.queued_ts, began.scheduled_ts
     context.state = compat.register(
         llm,
         context.request,
         context.prompt_text,
         queue,
-        context.stats(),
+        stats,
         functools.partial(context.notes.note, event) if context.index == 0 else None,
         prefilled,
     )
@@ -280,6 +287,7 @@ def _put_first_token(context: RequestContext, llm: compat.AsyncLLM, first: Reque
     )
     token_id = output.token_ids[-1]
     rows = logprob_rows(output.logprobs[-1], token_id) if output.logprobs else None
+    weights = output.weight_versions[-1].version if output.weight_versions else None
     return compat.put_first_token(
         llm,
         context.request.request_id,
@@ -289,6 +297,7 @@ def _put_first_token(context: RequestContext, llm: compat.AsyncLLM, first: Reque
         stats,
         IterationByLeg(),
         rows,
+        weights,
     )
 
 
