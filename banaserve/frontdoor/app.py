@@ -66,7 +66,9 @@ async def make_app(
     grammars: GrammarChecker | None,
 ) -> ASGIApp:
     """Return vLLM's application with all its endpoints, preceded by our own."""
-    args.api_key = None  # KeyMiddleware guards more paths and knows tenants
+    # KeyMiddleware guards more paths and knows tenants. An empty key turns vLLM's middleware off,
+    # which would require the key of VLLM_API_KEY as well; without our keys it remains a guard.
+    args.api_key = [""] if config.keys else None
     tasks = await client.get_supported_tasks()
     app = vllm_app(args, tasks, client.model_config)
     await server.bind_engines(app, args, client, tasks)

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable, Iterator
 
 import httpx
 import openai
 import pytest
+
+from mock_run import MockRun
 
 pytestmark = pytest.mark.deep
 
 MODEL = "smollm2-135m"
 KEYS = ("first-secret-key", "second-secret-key")
 SERVE_OPTIONS = (*(word for key in KEYS for word in ("--api-key", key)), "--root-path", "/api")
-END_SIGNAL = signal.SIGINT
+
+
+@pytest.fixture(scope="module")
+def server(serve: Callable[..., MockRun]) -> Iterator[MockRun]:
+    # A key of plain vLLM is required of nobody.
+    run = serve(*SERVE_OPTIONS, env={"VLLM_API_KEY": "key-of-plain-vllm"})
+    yield run
+    assert run.end(signal.SIGINT) == 0
 
 
 @pytest.mark.parametrize("key", ["wrong", "", "first-secret-ke", " ".join(KEYS)])
