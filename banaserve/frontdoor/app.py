@@ -53,7 +53,6 @@ _MAX_HELD_BYTES = 2**30
 """Maximum size of all bodies together: 512 bodies of the maximum length would exceed the memory
 of many machines."""
 _HANDSHAKE_S = 1.0
-_ABORT = "/abort_requests"
 logger = logging.getLogger(__name__)
 
 
@@ -72,14 +71,15 @@ async def make_app(
     tasks = await client.get_supported_tasks()
     app = vllm_app(args, tasks, client.model_config)
     await server.bind_engines(app, args, client, tasks)
+    server.shorten_access_log(args)
     own = [
         Route("/ready", _ready(cluster)),
         Route("/version", _version),
         Route("/metrics", metrics.answer),
         Route("/scale_elastic_ep", _no_scaling, methods=["POST"]),
     ]
-    if any(getattr(one, "path", "") == _ABORT for one in app.routes):  # vLLM's development mode
-        own.append(Route(_ABORT, _abort_requests(client), methods=["POST"]))
+    if server.is_in_dev_mode():
+        own.append(Route("/abort_requests", _abort_requests(client), methods=["POST"]))
     app.router.routes[:0] = own
     # Around the whole application: vLLM's own list of middleware can no longer be changed.
     return CallTimes(guarded(app, config, grammars), client.tracer)

@@ -35,8 +35,9 @@ from banaserve.cli.serve.engine_options import PARALLEL, gives
 from banaserve.cli.serve.launch import check_tls
 from banaserve.engine import engine_args
 from banaserve.engine.compat.engine_errors import last_error_in
+from banaserve.engine.compat.front import server
 from banaserve.engine.engine_args import refuse_taken
-from banaserve.frontdoor.app import ApiServer
+from banaserve.frontdoor.app import ApiServer, make_app
 from banaserve.frontdoor.edge.edge import RootPath
 from banaserve.frontdoor.middleware.admission import BodyLimit, ConcurrencyLimit
 from banaserve.frontdoor.middleware.api_keys import KeyMiddleware
@@ -194,6 +195,30 @@ async def test_a_request_says_how_long_to_keep_its_kv(text: str, keep_s: float) 
 async def test_no_key_set_lets_everybody_in() -> None:
     async with client(KeyMiddleware(echo, keys())) as door:
         assert (await door.post("/v1/x")).status_code == 200
+
+
+async def test_a_call_without_ids_aborts_requests_in_vllms_development_mode_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def tasks() -> tuple[str, ...]:
+        return ("generate",)
+
+    async def bind(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr(server, "bind_engines", bind)
+    app = await make_app(
+        engine_args.parse_vllm_argv(["--tokens-only"]),
+        SimpleNamespace(get_supported_tasks=tasks, model_config=None, tracer=None),  # type: ignore[arg-type]
+        SimpleNamespace(instances={}),  # type: ignore[arg-type]
+        SimpleNamespace(answer=echo),  # type: ignore[arg-type]
+        ServeConfig(),
+        None,
+    )
+    async with client(app) as door:
+        answer = await door.post("/abort_requests", json={})
+    assert answer.status_code == 400
+    assert "request_ids" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(("num_bytes", "status"), [(100, 200), (101, 413)])

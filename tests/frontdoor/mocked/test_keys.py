@@ -15,7 +15,10 @@ pytestmark = pytest.mark.deep
 
 MODEL = "smollm2-135m"
 KEYS = ("first-secret-key", "second-secret-key")
-SERVE_OPTIONS = (*(word for key in KEYS for word in ("--api-key", key)), "--root-path", "/api")
+SERVE_OPTIONS = (
+    *(word for key in KEYS for word in ("--api-key", key)),
+    *("--root-path", "/api", "--disable-access-log-for-endpoints", "/load, /ready"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +82,12 @@ def test_everything_else_is_closed(method, path, server):
 def test_keys_are_in_no_log(server):
     written = "".join(path.read_text(errors="replace") for path in server.run_dir.iterdir())
     assert not any(key in written + server.tails() for key in KEYS)
+
+
+def test_paths_are_left_out_of_the_access_log(server):
+    for path in ("/ready", "/load", "/version"):
+        httpx.get(f"{server.url}{path}")
+    written = (server.run_dir / "front.log").read_text()
+    assert "GET /version " in written
+    assert "GET /ready " not in written
+    assert "GET /load " not in written

@@ -5,6 +5,7 @@ Modules that moved between versions are imported from the place where the instal
 
 from __future__ import annotations
 
+import logging
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -15,6 +16,7 @@ from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.launcher import validate_api_server_args
+from vllm.logging_utils import UvicornAccessLogFilter
 from vllm.reasoning import ReasoningParserManager
 from vllm.renderers.inputs.preprocess import extract_prompt_components
 from vllm.tokenizers import cached_tokenizer_from_config
@@ -81,6 +83,17 @@ def load_parsers(args: Namespace) -> None:
     if args.reasoning_parser_plugin:
         ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
     validate_api_server_args(args)
+
+
+def shorten_access_log(args: Namespace) -> None:
+    """Leave the paths of ``--disable-access-log-for-endpoints`` out of uvicorn's access log."""
+    paths = [path.strip() for path in (args.disable_access_log_for_endpoints or "").split(",")]
+    logging.getLogger("uvicorn.access").addFilter(UvicornAccessLogFilter(paths))
+
+
+def is_in_dev_mode() -> bool:
+    """Return whether vLLM's application has the endpoints of its development mode."""
+    return bool(envs.VLLM_SERVER_DEV_MODE)
 
 
 async def bind_engines(app: Any, args: Namespace, client: EngineClient, tasks: Any) -> None:
