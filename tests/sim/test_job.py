@@ -44,6 +44,7 @@ def test_a_distribution_with_instances_and_rate() -> None:
     assert planned.expected_requests == 200
     assert len(requests) == pytest.approx(200, rel=0.25)
     most = planned.profile.model.max_context_tokens
+    assert planned.about.endswith(f"% of them cut to the model's context of {most} tokens")
     assert max(r.prompt_tokens + r.output_tokens for r in requests) == most
 
 
@@ -54,6 +55,20 @@ def test_a_trace_is_stretched_to_a_rate_and_the_same_for_every_seed(trace: str) 
     assert times == [request.arrival_s for request in planned.requests(2)]
     fast = job(AskedSystem(target=trace, speed=4, limit=3))
     assert [request.arrival_s for request in fast.requests(1)] == [0, 0.25, 0.5]
+
+
+def test_a_log_that_begins_with_a_failure_keeps_its_times(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    failed, served = (
+        f'{{"time": {at_s}, "prompt_tokens": 9, "completion_tokens": {tokens}}}\n'
+        for at_s, tokens in ((1, 0), (2, 5))
+    )
+    path.write_text(failed + served + served.replace("2", "7", 1))
+    planned = job(AskedSystem(target=str(path)))
+    assert [request.arrival_s for request in planned.requests(1)] == [0, 5]
+    path.write_text(failed)
+    with pytest.raises(UserError, match="holds no request"):
+        job(AskedSystem(target=str(path), rps=1))
 
 
 def test_lengths_of_a_trace_with_arrivals_that_are_drawn(trace: str) -> None:
@@ -83,6 +98,7 @@ def test_lengths_on_the_command_line() -> None:
     assert {r.output_tokens for r in requests} == {20}
     prompts = [r.prompt_tokens for r in requests]
     assert 500 <= min(prompts) < 600 < 800 < max(prompts) <= 900
+    assert planned.about == "poisson arrivals, 10 a second for 30 s"
 
 
 @pytest.mark.parametrize(
@@ -103,6 +119,11 @@ def test_lengths_on_the_command_line() -> None:
         ({"target": "", "arrivals": "trace", **LENGTHS}, "--prompt-tokens has no arrivals"),
         ({"target": "TRACE", "tokenizer": Path("x")}, "tokenizer has no effect on a trace's own"),
         ({"target": "alpaca", "rps": 0}, "rate_per_s is 0"),
+        ({"target": "alpaca", "rps": 1e307}, "requests would arrive: give at most 1e+08"),
+        (
+            {"target": "alpaca", "rps": 1, "arrivals": "bursts", "variation": 1e200},
+            "variation is 1e+200",
+        ),
         ({"target": "alpaca", "rps": 1, "speed": 2}, "speed has no effect"),
         ({"target": "alpaca", "rps": 1, "arrivals": "burst"}, "did you mean bursts"),
         ({"target": "alpaca", "rps": 1, "arrivals": "trace"}, "alpaca has no arrivals"),

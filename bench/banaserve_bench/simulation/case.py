@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from banaserve.base.errors import UserError
 from banaserve.base.text.names import check_known
 from banaserve.orchestrator.control.costs.profile import Profile, check_keys, load, read_toml
@@ -126,6 +128,8 @@ def read(name_or_path: str) -> Case:
     for key in ("seed", "repeat"):
         if not isinstance(table.get(key, 1), int) or isinstance(table.get(key), bool):
             raise UserError(f"{path}: {key} is {table[key]!r}: give a whole number")
+    if table.get("repeat", 1) < 1:
+        raise UserError(f"{path}: repeat is {table['repeat']}: give 1 or more")
     profile_name = str(table["profile"])
     limits = _built(path, "limits", table.get("limits", {}), LatencyLimits)
     systems = _systems(path, table["systems"], profile_name, limits)
@@ -181,7 +185,7 @@ def _systems(path: Path, table: Any, profile_name: str, limits: LatencyLimits) -
             if kind == "elastic":
                 told = (profile_name, limits.ttft_s, limits.tpot_s)
                 systems[name] = following(systems[name], *told, **options)
-        except UserError as error:
+        except (UserError, TypeError) as error:
             raise UserError(f"{path}: systems.{name}: {error}") from error
     return systems
 
@@ -210,9 +214,6 @@ def _built(path: Path, name: str, entry: Any, kind: type[Any]) -> Any:
         raise UserError(f"{path}: {name} is no section")
     check_keys(path, f"{name}.", entry, tuple(field.name for field in fields(kind)))
     try:
-        return kind(**entry)
-    except UserError as error:
+        return msgspec.convert(entry, kind)
+    except (UserError, msgspec.ValidationError) as error:
         raise UserError(f"{path}: {name}: {error}") from error
-    except TypeError as error:
-        missing = str(error).partition(": ")[2] or str(error)
-        raise UserError(f"{path}: {name}: missing or wrong: {missing}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -37,8 +38,10 @@ class Event:
 
     def __post_init__(self) -> None:
         check_known("kind of event", self.kind, KINDS)
-        if self.at_s < 0:
-            raise UserError(f"at_s is {self.at_s}: give 0 or more")
+        for name in ("at_s", "back_after_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise UserError(f"{name} is {value}: give 0 or more")
         if not 0.01 <= self.factor <= 100:
             raise UserError(f"factor is {self.factor}: give a number in [0.01, 100]")
         if (self.instance is None) == (self.kind in ("kill", "slow")):

@@ -35,6 +35,8 @@ ARRIVALS = ("bursts", "diurnal", "poisson", "trace")
 DEFAULT_PROFILE = "opt-13b-a100"
 DEFAULT_DURATION_S = 300.0
 _INSTANCES = 4
+_DRAWN = 1000
+"""Number of lengths that are drawn to estimate the share of those that the context cuts."""
 
 _EVERY_SYSTEM = ("colocated", "static", "elastic")
 _FILES = (".json", ".jsonl", ".csv", ".zst")
@@ -351,6 +353,9 @@ def _load(
     pair = _pair(asked)
     expected = round(arrivals.rate_per_s * arrivals.duration_s)
     about = f"{kind} arrivals, {arrivals.rate_per_s:g} a second for {arrivals.duration_s:g} s"
+    draws = Random(0)
+    if share := sum(sum(pair(draws)) > most for _ in range(_DRAWN)) / _DRAWN:
+        about += f", about {share:.1%} of them cut to the model's context of {most} tokens"
     return lambda seed: arriving(arrivals, pair, seed, most), expected, about
 
 
@@ -358,8 +363,11 @@ def _has_times(asked: AskedSystem) -> bool:
     """Return whether the first request has an arrival; the rest is checked when it is read."""
     if asked.target in ("", *DATASETS):
         return False
-    _, first = next(trace_records(Path(asked.target), 1), ("", {}))
-    return has_time(first)
+    # Without a limit: that would also count requests without an answer, which are left out.
+    first = next(trace_records(Path(asked.target)), None)
+    if first is None:
+        raise UserError(f"{asked.target} holds no request")
+    return has_time(first[1])
 
 
 def _trace(asked: AskedSystem) -> list[Arrival]:

@@ -14,6 +14,9 @@ from banaserve.sim.trace import cut
 from banaserve_bench.simulation.lengths import MEASURED, draw_measured
 
 LENGTH_KINDS = ("fixed", "lognormal", "measured", "uniform")
+_MOST_TOKENS = 1e9
+_MOST_REQUESTS = 1e8
+"""Largest number of arrivals: more than a machine's memory holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +42,8 @@ class Lengths:
             check_known("measured lengths", self.of, MEASURED)
         if not 1 <= self.low <= self.high:
             raise UserError(f"lengths from {self.low} to {self.high}: give 1 <= low <= high")
-        if self.kind in ("fixed", "lognormal") and not 1 <= self.mean < math.inf:
-            raise UserError(f"mean is {self.mean}: give a length of at least 1")
+        if self.kind in ("fixed", "lognormal") and not 1 <= self.mean <= _MOST_TOKENS:
+            raise UserError(f"mean is {self.mean}: give a length from 1 to {_MOST_TOKENS:g}")
         if not 0 <= self.spread <= 5:
             raise UserError(f"spread is {self.spread}: give a number in [0, 5]")
 
@@ -80,6 +83,10 @@ class Arrivals:
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise UserError(f"{name} is {value!r}: give more than 0")
+        if not 1e-3 <= self.variation <= 1e3:
+            raise UserError(f"variation is {self.variation}: give a number in [0.001, 1000]")
+        if (number := self.rate_per_s * self.duration_s) > _MOST_REQUESTS:
+            raise UserError(f"{number:.3g} requests would arrive: give at most {_MOST_REQUESTS:g}")
         if not 0 <= self.swing_fraction < 1:
             raise UserError(f"swing_fraction is {self.swing_fraction}: give a share in [0, 1)")
         if not 0 <= self.period_s < math.inf:
