@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -22,7 +23,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from banaserve.base.errors import UserError
 from banaserve_bench.results import result
-from banaserve_bench.serving.cell import Sent
+from banaserve_bench.serving.cell import CellFile, Sent
 from banaserve_bench.serving.command import main, parse
 
 KEY = "secret"
@@ -298,11 +299,27 @@ def test_a_cell_that_is_all_warm_up_is_none(bench: Any, tmp_path: Path) -> None:
         (("--rps", "2,1,2"), "each once"),
         (("--rps", "1,1.0000001"), "each once"),
         (("--arrival", "closed", "--requests", "9", "--concurrency", "1.5"), "a whole number"),
+        (("--dataset", "multi-turn", "--sessions", "0"), "--sessions: '0': give a whole number"),
+        (("--dataset", "shared-prefix", "--prefixes", "0"), "--prefixes: '0': give a whole number"),
+        (("--prompt-tokens", "-5"), "--prompt-tokens: '-5': give a whole number above 0"),
+        (("--trace-block-tokens", "0"), "--trace-block-tokens: '0': give a whole number"),
+        (("--rps", "1", "--duration", "nan"), "--duration: nan: give a number, 0 or more"),
+        (("--rps", "1", "--warmup", "-1"), "--warmup: -1: give a number, 0 or more"),
+        (("--rps", "1", "--range-fraction", "2"), "--range-fraction 2: give a share"),
     ],
 )
 def test_what_cannot_be(bench: Any, options: tuple[str, ...], words: str) -> None:
     with pytest.raises(UserError, match=words):
         bench(*options)
+
+
+def test_a_full_disk_is_an_error_of_the_disk(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(CellFile, "add", fail)
+    with pytest.raises(OSError, match="No space left"):
+        bench(*FAST, "--requests", "2")
 
 
 def test_a_server_that_refuses_the_first_request(bench: Any, server: CannedServer) -> None:

@@ -13,7 +13,13 @@ from banaserve.base.errors import UserError
 from banaserve.orchestrator.control.costs import profile as profiles
 from banaserve_bench.compare.result import Workload
 from banaserve_bench.datasets.items import Dataset, Words
-from banaserve_bench.serving.command import add_lengths, numbers, wanted_lengths, whole_numbers
+from banaserve_bench.serving.command import (
+    add_lengths,
+    finite,
+    numbers,
+    wanted_lengths,
+    whole_numbers,
+)
 from banaserve_bench.serving.run import ServingPlan
 from banaserve_bench.serving.summary import Slo
 
@@ -46,8 +52,8 @@ def make_parser(about: str | None = None) -> Parser:
     add("--rps", type=numbers, default=(0.5,), help="requests per second, such as 1,2,4 (0.5)")
     add("--seeds", type=whole_numbers, default=(0, 1, 2), help="seeds of the requests (0,1,2)")
     add("--requests", type=int, help="requests of each rate and seed (16)")
-    add("--duration", type=float, metavar="SECONDS", help="instead: time in which they arrive")
-    add("--warmup", type=float, default=0.0, metavar="SECONDS", help="time that does not count")
+    add("--duration", type=finite, metavar="SECONDS", help="instead: time in which they arrive")
+    add("--warmup", type=finite, default=0.0, metavar="SECONDS", help="time that does not count")
     add("--check", type=int, default=4, help="answers of each workload compared with one engine")
     add(
         "--serve-option", action="append", default=[], help="option of serve, such as --x=y; repeat"
@@ -73,13 +79,17 @@ def parse(argv: Sequence[str], about: str | None) -> argparse.Namespace:
     elif given.output_tokens is None:
         given.output_tokens = 16
     given.model = MINIATURE if given.profile else given.model or models.PACKAGED
+    if given.instances < 2:
+        raise UserError(f"--instances {given.instances}: give 2 or more, for prefill and decode")
+    if given.check < 0:
+        raise UserError(f"--check {given.check}: give 0 or more")
     if given.requests is not None and given.duration is not None:
         raise UserError("give --requests or --duration, not both")
-    if given.duration is not None and given.duration <= 0:
-        raise UserError(f"--duration {given.duration:g}: give more than 0 s")
+    if given.duration == 0:
+        raise UserError("--duration 0: give more than 0 s")
     if given.requests is None and given.duration is None:
         given.requests = 16
-    if given.dilate <= 0:
+    if not 0 < given.dilate < float("inf"):
         raise UserError(f"--dilate {given.dilate:g}: give more than 0")
     return given
 

@@ -26,8 +26,8 @@ def simulated_system(name: str, num_instances: int) -> Simulated | None:
     The counterpart of ``static-pd`` hands KV over through the store, as that system does on
     engines.
     """
-    prefill = max(1, num_instances // 2)
-    apart = {"prefill": prefill, "decode": max(1, num_instances - prefill)}
+    prefill = num_instances // 2
+    apart = {"prefill": prefill, "decode": num_instances - prefill}
     together = {"colocated": num_instances}
     stored = {"handover": "store", "cache": "global"}
     known: dict[str, tuple[str, dict[str, Any]]] = {

@@ -39,14 +39,14 @@ REFERENCE = ServerSystem("reference", ("--colocated", "1", "--no-kv-store"), "on
 
 
 def known_systems(num_instances: int) -> dict[str, ServerSystem]:
-    """Return the named systems, each with ``num_instances`` engines.
+    """Return the named systems, each with ``num_instances`` engines, two or more.
 
     The ``colocated-*`` systems are unmodified vLLM engines, each with its own prefix cache; all
     systems use the same front door, which spares the baselines a server process for each engine.
     """
-    prefill = max(1, num_instances // 2)
+    prefill = num_instances // 2
     together = ("--colocated", str(num_instances))
-    apart = ("--pd", f"{prefill}:{max(1, num_instances - prefill)}")
+    apart = ("--pd", f"{prefill}:{num_instances - prefill}")
     no_store, still = ("--no-kv-store",), ("--migration", "off", "--orchestrator", "off")
 
     def routed(policy: str) -> tuple[str, ...]:

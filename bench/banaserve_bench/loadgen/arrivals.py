@@ -24,12 +24,12 @@ def gamma(rate_per_s: float, variation: float, count: int, seed: int) -> list[fl
         variation: Coefficient of variation of the gaps: 1 is Poisson, above 1 is bursty.
 
     Raises:
-        UserError: A rate or variation that is not above 0.
+        UserError: A rate that is not above 0, or a variation that is out of range.
     """
     if rate_per_s <= 0:
         raise UserError(f"a rate of {rate_per_s} requests/s: give more than 0")
-    if variation <= 0:
-        raise UserError(f"a variation of {variation}: give more than 0")
+    if not 1e-3 <= variation <= 1e3:
+        raise UserError(f"a variation of {variation}: give a number in [0.001, 1000]")
     shape = variation**-2
     gaps_s = np.random.default_rng(seed).gamma(shape, 1 / (rate_per_s * shape), size=count)
     return [float(at_s) for at_s in np.cumsum(gaps_s)]

@@ -130,10 +130,13 @@ async def run_cell(
             ended(len(found), num_failed)
 
     began_cpu_s, began_s = time.process_time(), time.monotonic()
-    if arrivals_s is None:
-        await closed_loop(client, calls, int(cell.load or 1), on_record)
-    else:
-        await open_loop(client, calls, arrivals_s, on_record)
+    try:
+        if arrivals_s is None:
+            await closed_loop(client, calls, int(cell.load or 1), on_record)
+        else:
+            await open_loop(client, calls, arrivals_s, on_record)
+    except ExceptionGroup as failed:  # of the loop's tasks: a record cannot be written
+        raise failed.exceptions[0] from failed
     cpu_s = time.process_time() - began_cpu_s
     return [found[call.id] for call in calls], cpu_s / (time.monotonic() - began_s)
 

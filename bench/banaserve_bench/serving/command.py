@@ -30,7 +30,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from banaserve.base.arguments import Formatter, Parser
+from banaserve.base.arguments import Formatter, Parser, positive
 from banaserve.base.errors import UserError
 from banaserve.base.text.names import check_known
 from banaserve.cli.terminal.console import print_rows
@@ -148,16 +148,16 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     add("--api-key", metavar="KEY", help="API key, if the server needs one")
     add("--model", help="name of the model (the server's first one)")
     add("--tokenizer", help="folder or id of the tokenizer (where the server says its model is)")
-    add("--timeout", type=float, default=600.0, metavar="SECONDS", help="time for a whole request")
+    add("--timeout", type=finite, default=600.0, metavar="SECONDS", help="time for a whole request")
 
 
 def _add_requests(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--dataset", default="alpaca-like", help="name of a dataset, or a file")
     add_lengths(parser)
-    add("--range-fraction", type=float, default=0.0, help="spread of random's lengths, 0 to 1 (0)")
-    add("--trace-block-tokens", type=int, default=512, help="tokens per hash id of a trace")
-    add("--max-prompt-tokens", type=int, help="length at which longer prompts are cut (no limit)")
+    add("--range-fraction", type=finite, default=0.0, help="spread of random's lengths, 0 to 1 (0)")
+    add("--trace-block-tokens", type=positive, default=512, help="tokens per hash id of a trace")
+    add("--max-prompt-tokens", type=positive, help="length at which longer prompts are cut (none)")
     add("--send", choices=("tokens", "text"), default="tokens", help="form of made-up prompts")
     add(
         "--no-exact-output",
@@ -170,27 +170,27 @@ def add_lengths(parser: argparse.ArgumentParser) -> None:
     """Add the options of data and lengths that ``bench compare`` has, too."""
     add = parser.add_argument
     add("--data", type=Path, help="file or folder of a named dataset; or hub, to download it")
-    add("--prompt-tokens", type=int, default=256, help="mean length of made-up prompts")
-    add("--output-tokens", type=int, help="length of answers (as the data say; compare: 16)")
-    add("--max-output-tokens", type=int, help="length at which longer answers are cut (no limit)")
+    add("--prompt-tokens", type=positive, default=256, help="mean length of made-up prompts")
+    add("--output-tokens", type=positive, help="length of answers (as the data say; compare: 16)")
+    add("--max-output-tokens", type=positive, help="length at which longer answers are cut (none)")
     add("--prefix-tokens", type=int, default=1000, help="length of a prefix of shared-prefix")
-    add("--prefixes", type=int, default=1, help="number of prefixes of shared-prefix")
-    add("--sessions", type=int, default=8, help="chats of multi-turn that go on at once")
-    add("--slo-ttft", type=float, metavar="SECONDS", help="limit of TTFT, for goodput (none)")
-    add("--slo-tpot", type=float, metavar="SECONDS", help="limit of TPOT, for goodput (none)")
+    add("--prefixes", type=positive, default=1, help="number of prefixes of shared-prefix")
+    add("--sessions", type=positive, default=8, help="chats of multi-turn that go on at once")
+    add("--slo-ttft", type=finite, metavar="SECONDS", help="limit of TTFT, for goodput (none)")
+    add("--slo-tpot", type=finite, metavar="SECONDS", help="limit of TPOT, for goodput (none)")
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--rps", type=numbers, help="requests per second; several such as 1,2,4 run in turn")
     add("--arrival", help=f"one of {', '.join(KINDS)} (poisson with --rps, else closed)")
-    add("--variation", type=float, default=2.0, help="coefficient of variation of gamma arrivals")
+    add("--variation", type=finite, default=2.0, help="coefficient of variation of gamma arrivals")
     add("--concurrency", type=numbers, default=(8,), help="requests under way, if closed (8)")
     add("--requests", type=int, help="requests of each cell (those of --warmup and --duration)")
-    add("--duration", type=float, default=60.0, metavar="SECONDS", help="time that is measured")
+    add("--duration", type=finite, default=60.0, metavar="SECONDS", help="time that is measured")
     add(
         "--warmup",
-        type=float,
+        type=finite,
         metavar="SECONDS",
         help="time before, whose requests are sent but not counted (10; 0 with --requests)",
     )
@@ -207,6 +207,17 @@ def numbers(text: str) -> tuple[float, ...]:
     return values
 
 
+def finite(text: str) -> float:
+    """Return the number of 0 or more that ``text`` spells: the ``type`` of an option."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: give a number, 0 or more")
+    return value
+
+
 def whole_numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in text.split(","))
@@ -220,6 +231,8 @@ def _plan(given: argparse.Namespace) -> ServingPlan:
     is_closed = given.arrival == "closed"
     if given.rps is None and given.arrival in ("poisson", "gamma"):
         raise UserError(f"{given.arrival} arrivals need --rps")
+    if given.range_fraction > 1:
+        raise UserError(f"--range-fraction {given.range_fraction:g}: give a share from 0 to 1")
     if is_closed and given.rps is not None:
         raise UserError("a closed loop has no --rps: give --concurrency")
     plan = ServingPlan(
