@@ -103,6 +103,13 @@ def test_a_file_that_differs_is_refused(tmp_path: Path, old: str, new: str, word
         read(path)
 
 
+@pytest.mark.parametrize("data", [b'{"name": "\xff"}', b'{"raw": {"a": ' + b"[" * 9999])
+def test_a_file_that_is_no_json_is_refused(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "run.json").write_bytes(data)
+    with pytest.raises(UserError, match="is not a benchmark result"):
+        read(tmp_path / "run.json")
+
+
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot read"):
         read(tmp_path / "none.json")

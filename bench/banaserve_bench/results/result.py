@@ -332,7 +332,7 @@ def read(path: Path) -> Result:
         return msgspec.json.decode(path.read_bytes(), type=Result)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path} is not a benchmark result: {error}") from error
 
 
