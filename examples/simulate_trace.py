@@ -4,7 +4,8 @@
 
 Without a trace it makes a small one: JSON lines with the arrival in seconds and the lengths of
 prompt and output. Nothing real runs: step times come from a measured profile, here of
-SmolLM2-135M on a CPU. `banaserve simulate TRACE` does the same from the command line.
+SmolLM2-135M on a CPU. `banaserve simulate TRACE --profile smollm2-135m-cpu --pd 2:2` does the
+same from the command line.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from banaserve.base.errors import UserError
 from banaserve_bench.simulation.job import AskedSystem, job
 from banaserve_bench.simulation.run import simulate
 
@@ -63,4 +65,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:  # such as: a line of the trace is wrong
+        raise SystemExit(str(error)) from None

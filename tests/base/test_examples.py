@@ -44,6 +44,10 @@ def test_the_trace_that_is_simulated_compares_all_systems(tmp_path: Path) -> Non
     lines = [{"t": i, "input_length": 100, "output_length": 5} for i in range(10)]
     trace.write_text("\n".join(map(json.dumps, lines)))
     assert ran(str(EXAMPLES / "simulate_trace.py"), str(trace)) != made
+    command = [sys.executable, str(EXAMPLES / "simulate_trace.py"), str(tmp_path / "none.jsonl")]
+    failed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    [line] = failed.stderr.splitlines()
+    assert line.startswith("cannot read")
 
 
 @pytest.mark.early
