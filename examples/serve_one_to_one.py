@@ -8,8 +8,10 @@ processes of their own in any case, and a child can be ended and started again.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,10 +29,16 @@ START_TIMEOUT_S = 300.0
 @contextlib.contextmanager
 def server(*options: str) -> Iterator[str]:
     """``banaserve serve`` until the block ends; yields its URL when it serves."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--port", type=int, default=PORT)
+    given, others = parser.parse_known_args(options)
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", given.port)) == 0:  # another server would answer
+            raise SystemExit(f"port {given.port} is taken: give another one with --port")
     command = [sys.executable, "-m", "banaserve", "serve", "--model", MODEL, "--pd", "1:1"]
-    command += ["--port", str(PORT), *options]  # of an option given twice the last one counts
-    port = command[len(command) - command[::-1].index("--port")]
-    url = f"http://127.0.0.1:{port}"
+    # Of an option given twice the last one counts.
+    command += ["--port", str(given.port), *others]
+    url = f"http://127.0.0.1:{given.port}"
     # A process group of its own: a Ctrl-C here then ends the server through ``terminate`` alone.
     process = subprocess.Popen(command, start_new_session=True)
     try:

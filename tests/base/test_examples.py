@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,16 @@ def test_the_trace_that_is_simulated_compares_all_systems(tmp_path: Path) -> Non
     failed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     [line] = failed.stderr.splitlines()
     assert line.startswith("cannot read")
+
+
+@pytest.mark.parametrize("name", ["serve_one_to_one.py", "connector_only.py"])
+def test_an_example_does_not_ask_a_server_that_it_has_not_started(name: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        command = [sys.executable, str(EXAMPLES / name), f"--port={port}"]
+        failed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert failed.returncode == 1
+    assert failed.stderr.splitlines()[-1] == f"port {port} is taken: give another one with --port"
 
 
 @pytest.mark.early
