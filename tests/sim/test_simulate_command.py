@@ -98,6 +98,7 @@ def test_a_chrome_trace_has_every_step_and_request(
         (["bursts", "--instances", "4"], "--instances has no effect on a case"),
         (["alpaca", "--rps", "2", "--slo-ttft", "0"], "ttft_s is 0"),
         (["alpaca", "--rps", "many"], "--rps"),
+        (["alpaca", "--rps", "0.001", "--duration", "1"], "no request arrives with seed 0"),
         (["bursts", "--chrome-trace", "/nowhere/x.json"], "cannot write /nowhere/x.json"),
         (["bursts", "--polic", "repaired"], "--policy"),
     ],

@@ -172,7 +172,8 @@ def _run(
     total = planned.expected_requests * len(planned.systems) * len(seeds)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True) as progress:
+    is_silent = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=is_silent) as progress:
         task = progress.add_task("simulating", total=total)
         outcomes = []
         for seed in seeds:
@@ -193,6 +194,8 @@ def _run(
                 results[name] = simulate(
                     planned.profile, system, requests, planned.limits, planned.events, watch
                 )
+                if not results[name]["num_requests"]:
+                    raise UserError(f"no request arrives with seed {seed}: give a longer load")
             outcomes.append(_outcome(planned, seed, results))
     return outcomes
 

@@ -167,9 +167,14 @@ class AskedSystem:
     duration_s: float | None = option(
         f"time in which drawn requests arrive ({DEFAULT_DURATION_S:g})", None, float
     )
-    variation: float = option("coefficient of variation of the gaps, with --arrivals bursts", 4.0)
-    swing_fraction: float = option(
-        "swing of the rate with --arrivals diurnal, from 0 to below 1", 0.8, name="--swing"
+    variation: float | None = option(
+        "coefficient of variation of the gaps, with --arrivals bursts (4)", None, float
+    )
+    swing_fraction: float | None = option(
+        "swing of the rate with --arrivals diurnal, from 0 to below 1 (0.8)",
+        None,
+        float,
+        name="--swing",
     )
     speed: float | None = option("factor by which a trace runs faster (1)", None, float)
     limit: int | None = option("number of requests of a trace that are used (all)", None, int)
@@ -235,10 +240,10 @@ def job(asked: AskedSystem, profile: Profile | None = None) -> SimulationJob:
 
 def _of_case(asked: AskedSystem, case: Case, profile: Profile | None) -> SimulationJob:
     load = ("rps", "arrivals", "duration_s", "speed", "limit", "max_output_tokens", "tokenizer")
-    for name in (*load, "prefill", "decode", "instances"):
+    for name in (*load, "variation", "swing_fraction", "prefill", "decode", "instances"):
         if getattr(asked, name) is not None:
             option = "pd" if name in ("prefill", "decode") else name.removesuffix("_s")
-            option = option.replace("_", "-")
+            option = option.removesuffix("_fraction").replace("_", "-")
             raise UserError(f"--{option} has no effect on a case: leave it out")
     for name in asked.systems:
         check_known(f"system of the case {case.name}", name, case.systems)
@@ -276,8 +281,7 @@ def _with_policy(
 
 def _limits(asked: AskedSystem, usual: LatencyLimits) -> LatencyLimits:
     return LatencyLimits(
-        usual.ttft_s if asked.slo_ttft_s is None else asked.slo_ttft_s,
-        usual.tpot_s if asked.slo_tpot_s is None else asked.slo_tpot_s,
+        _given(asked.slo_ttft_s, usual.ttft_s), _given(asked.slo_tpot_s, usual.tpot_s)
     )
 
 
@@ -323,6 +327,10 @@ def _load(
 ) -> tuple[Callable[[int], Iterator[SimRequest]], int, str]:
     kind = asked.arrivals or ("trace" if _has_times(asked) else "poisson")
     most = profile.model.max_context_tokens
+    if asked.variation is not None and kind != "bursts":
+        raise UserError(f"--variation has no effect on {kind} arrivals: give --arrivals bursts")
+    if asked.swing_fraction is not None and kind != "diurnal":
+        raise UserError(f"--swing has no effect on {kind} arrivals: give --arrivals diurnal")
     if kind == "trace":
         for name in ("duration_s", "max_output_tokens", "tokenizer"):
             if getattr(asked, name) is not None:
@@ -345,10 +353,10 @@ def _load(
     if asked.limit is not None:
         raise UserError("--limit has no effect on drawn arrivals: use --duration")
     arrivals = Arrivals(
-        duration_s=DEFAULT_DURATION_S if asked.duration_s is None else asked.duration_s,
+        duration_s=_given(asked.duration_s, DEFAULT_DURATION_S),
         rate_per_s=asked.rps,
-        variation=asked.variation if kind == "bursts" else 1.0,
-        swing_fraction=asked.swing_fraction if kind == "diurnal" else 0.0,
+        variation=_given(asked.variation, 4.0) if kind == "bursts" else 1.0,
+        swing_fraction=_given(asked.swing_fraction, 0.8) if kind == "diurnal" else 0.0,
     )
     pair = _pair(asked)
     expected = round(arrivals.rate_per_s * arrivals.duration_s)
@@ -357,6 +365,10 @@ def _load(
     if share := sum(sum(pair(draws)) > most for _ in range(_DRAWN)) / _DRAWN:
         about += f", about {share:.1%} of them cut to the model's context of {most} tokens"
     return lambda seed: arriving(arrivals, pair, seed, most), expected, about
+
+
+def _given(value: float | None, usual: float) -> float:
+    return usual if value is None else value
 
 
 def _has_times(asked: AskedSystem) -> bool:
@@ -397,6 +409,8 @@ def _pair(asked: AskedSystem) -> Pair:
     most = asked.max_output_tokens
     if most is not None and most < 1:
         raise UserError(f"max-output-tokens is {most}: give 1 or more")
+    if asked.tokenizer is not None and asked.target in ("", *DATASETS):
+        raise UserError("--tokenizer has no effect on lengths: it is for a file of texts")
     if asked.target in DATASETS:
         return partial(_of_dataset, asked.target, most or 1_000_000)
     if asked.prompt_lengths is not None and asked.output_lengths is not None:
