@@ -241,6 +241,16 @@ def test_interrupted_and_taken_up_again(bench: Any, server: CannedServer, tmp_pa
         bench(*options, "--seeds", "3")
 
 
+def test_prompts_that_the_context_cuts_are_counted(
+    bench: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench("--dataset", "random", "--prompt-tokens", "300", "--requests", "2")
+    bench(*FAST, "--requests", "2", out="short")
+    cut, whole = capsys.readouterr().out.split("records and result")[:2]
+    assert "cut prompts  " in cut
+    assert "cut prompts" not in whole
+
+
 def test_the_warm_up_counts_for_nothing(bench: Any, tmp_path: Path) -> None:
     options = ("--rps", "10", "--requests", "6", "--warmup", "0.15", "--arrival", "trace")
     path = tmp_path / "trace.jsonl"

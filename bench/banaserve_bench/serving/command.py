@@ -80,7 +80,10 @@ def summary_rows(summaries: Sequence[Summary]) -> list[list[str]]:
     for summary in summaries:
         by_load.setdefault(summary.load_name, []).append(summary)
     rows = [["mean over seeds, ± half the 95% interval", *by_load]]
-    for count in ("requests", "failed", "timed_out"):
+    counts = ["requests", "failed", "timed_out"]
+    if any(one.cut_prompts for one in summaries):
+        counts.append("cut_prompts")
+    for count in counts:
         totals = (sum(getattr(one, count) for one in same) for same in by_load.values())
         rows.append([count.replace("_", " "), *map(str, totals)])
     for name, metric, factor in _ROWS:
