@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
 from collections.abc import Callable
@@ -125,6 +126,17 @@ def test_a_server_by_its_url_needs_its_key_and_certificate(
     assert "refuses the admin key" in capsys.readouterr().err
     assert main(["decisions", "--cacert", str(key)]) == 2
     assert "--cacert is for --url" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["status", "chat", "ui"])
+def test_without_a_server_only_options_of_the_command_are_named(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command]) == 2
+    told = set(re.findall(r"--[a-z-]+", capsys.readouterr().err))
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert {"--run-dir"} <= told <= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
 
 
 def test_one_that_is_dead_is_said_to_be_dead(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ pytest.importorskip("vllm")
 from banaserve.cli.serve.banner import page_line
 from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.contracts.trace_events import FirstToken
+from banaserve.frontdoor.admin.app import AdminMiddleware
 from banaserve.frontdoor.admin.live import CODE_S, PageAccess
 from banaserve.frontdoor.page.files import page_files
 from banaserve.frontdoor.page.page import PageMiddleware
@@ -384,3 +385,10 @@ def test_the_page_can_be_left_out():
     left_out: Any = SimpleNamespace(config=parse_serve_argv(["--no-ui"]))
     nothing: Any = None
     assert _page(left_out, nothing, nothing, nothing) is None
+
+
+async def test_a_server_without_a_page_says_so(served):
+    app = AdminMiddleware(served.app, served.world.cluster.coordinator, KEY)
+    async with client_of(app) as client:
+        refused = await client.post("/admin/page-code", headers=AUTH)
+    assert (refused.status_code, "--no-ui" in refused.text) == (400, True)

@@ -161,8 +161,8 @@ def find_admin_dir(chosen: Path | None, port: int | None = None) -> tuple[Path, 
         yours = "" if chosen else " of yours"
         others = f" (others: {_listed(ports)})" if ports else ""
         raise UserError(
-            f"no banaserve{yours} serves{where}{others}: give its --port or --run-dir, or --url "
-            "and --admin-key"
+            f"no banaserve{yours} serves{where}{others}: give the --run-dir that it was started "
+            "with, or see --help"
         )
     if len(running) > 1:
         raise UserError(f"several run: choose one with --port ({_listed(ports)}) or --run-dir")

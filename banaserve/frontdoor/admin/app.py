@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from banaserve.base.errors import UserError
 from banaserve.contracts.migration_api import (
     ExpertLoadRequest,
     MigrationRequest,
@@ -112,6 +113,8 @@ def admin_app(
         routes += trace_routes(traces)
     if page is not None:
         routes += live_routes(page)
+    else:
+        routes.append(route("/page-code", _no_page, method="POST"))
     return Starlette(routes=routes)
 
 
@@ -120,6 +123,10 @@ async def _placement(coordinator: Coordinator, control: Control | None, _: Reque
     if control is not None:
         found = msgspec.structs.replace(found, nodes=control.nodes.nodes())
     return answer(found)
+
+
+async def _no_page(_: Request) -> Response:
+    raise UserError("this server has no page: it was started with --no-ui")
 
 
 def _is_admin(scope: Scope) -> bool:
