@@ -36,13 +36,22 @@ WAIT_S, REGION_BYTES = harness.WAIT_S, harness.REGION_BYTES
 digest, random_bytes = harness.digest, harness.random_bytes
 
 
-def test_a_cancelled_transfer_ends_and_those_before_it_arrive(side):
+def test_a_cancelled_transfer_ends_and_those_before_it_arrive(side, monkeypatch):
     num_bytes = 16 * SLICE_BYTES
     key, remote = side.open_new(num_bytes=num_bytes)
     sent = Memory.of(np.ones(num_bytes, np.uint8))
+    carry_out, may_begin = remote._carry_out, Event()
+
+    def wait_and_carry_out(ticket):
+        may_begin.wait(WAIT_S)
+        carry_out(ticket)
+
+    monkeypatch.setattr(remote, "_carry_out", wait_and_carry_out)
     first = remote.submit_write(sent, [0], [0], num_bytes, 1)
     second = remote.submit_write(sent, [0], [0], num_bytes, 1)
+    # A busy machine may keep this thread from running until both would have ended.
     assert second.cancel()
+    may_begin.set()
     with pytest.raises(TransferCancelledError):
         second.wait(WAIT_S)
     first.wait(WAIT_S)

@@ -45,24 +45,23 @@ def wrong_while(
 ) -> dict[str, tuple[Answer, Answer]]:
     """Wrong answers of streams under which something is done each time that all have gone on."""
 
+    def generated() -> float:
+        return server.metric("vllm:generation_tokens_total")
+
+    def wait_for(num_tokens: float) -> None:
+        until(lambda: generated() >= num_tokens, "streams go on")
+
+    # Counted from before the streams: who looks late may see their last tokens.
+    before = generated()
+
     async def asked() -> dict[str, Answer]:
         asking = asyncio.create_task(asked_all(server, KINDS))
-        for act in acts:
-            await asyncio.to_thread(go_on, server)
+        for number, act in enumerate(acts, 1):
+            await asyncio.to_thread(wait_for, before + 4 * NUM_STREAMS * number)
             await asyncio.to_thread(act)
         return await asking
 
     return differences(KINDS, expected, asyncio.run(asked()))
-
-
-def go_on(server: MockRun) -> None:
-    """Return when all streams have gone on."""
-
-    def generated() -> float:
-        return server.metric("vllm:generation_tokens_total")
-
-    enough = generated() + 4 * NUM_STREAMS
-    until(lambda: generated() >= enough, "streams go on")
 
 
 @pytest.mark.parametrize(

@@ -47,5 +47,6 @@ def test_it_is_when_the_token_was_there(server: MockRun, stream: bool, n: int, l
     (last,) = AdminClient(*find_admin(server.run_dir)).requests(1)
     assert last.output_tokens == n * NUM_TOKENS
     assert last.ttft_s == pytest.approx(ours, abs=1e-6)
-    # vLLM counts each sequence, and a prompt's own leg not for the decode engine.
-    assert abs(ours - vllms / n) < last.took_s / 10
+    # vLLM counts each sequence, and a prompt's own leg not for the decode engine. The time of
+    # another token would be away by most of the answer's; a busy machine delays one by some steps.
+    assert abs(ours - vllms / n) < last.took_s / 2

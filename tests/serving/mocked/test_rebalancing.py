@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import pytest
 
@@ -70,7 +70,8 @@ def test_streams_of_one_go_to_others_that_serve_again(server: MockRun, admin: Ad
     moved_before = server.metric("banaserve_streams_rebalanced_total")
 
     def serve_again() -> None:
-        assert held(server) == {"d0": NUM_STREAMS, "d1": 0, "d2": 0}
+        # The first token of a stream may come before its decode leg is counted.
+        until(lambda: held(server) == {"d0": NUM_STREAMS, "d1": 0, "d2": 0}, "d0 has all")
         for name in OTHERS:
             admin.release(name)
         until(
@@ -85,12 +86,13 @@ def test_streams_of_one_go_to_others_that_serve_again(server: MockRun, admin: Ad
     assert differences(KINDS, expected, answers) == {}
     moved = server.metric("banaserve_streams_rebalanced_total") - moved_before
     assert moved >= NUM_STREAMS // 2
-    events = Counter[str]()
+    num_moves = 0
     for summary in admin.requests(NUM_STREAMS):
-        trace = admin.trace(summary.id)
-        events[summary.id] = sum(
-            isinstance(one.event, LegFailed) and one.event.why == "rebalanced"
-            for one in trace.lines
-        )
-    assert max(events.values()) == 1, "none moves twice within ten seconds"
-    assert sum(events.values()) == moved
+        at_s = [
+            one.at_s
+            for one in admin.trace(summary.id).lines
+            if isinstance(one.event, LegFailed) and one.event.why == "rebalanced"
+        ]
+        assert all(after - before >= 10.0 for before, after in pairwise(at_s))
+        num_moves += len(at_s)
+    assert num_moves == moved

@@ -49,7 +49,7 @@ OF_OUTPUT = (
 
 @pytest.fixture(scope="module")
 def server(serve: Callable[..., MockRun]) -> Iterator[MockRun]:
-    run = serve("--pd", "2:2", mocks=MockOptions(step_ms=5.0))
+    run = serve("--pd", "2:2", mocks=MockOptions(step_ms=10.0))
     yield run
     assert run.end() == 0
 
