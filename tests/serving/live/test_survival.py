@@ -13,7 +13,6 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ import written_prompts
 from adapter_files import RANK, write_adapter
 from banaserve.base.errors import UserError
 from banaserve.base.platform.run_dir import find_admin
+from banaserve.base.tasks import end_tasks
 from banaserve.contracts.control_api import RoleRequest
 from banaserve.frontdoor.admin_client import AdminClient
 from depth import IS_LONG, chosen_seed
@@ -150,21 +150,32 @@ def test_no_answer_notices_a_kill(
 def unnoticed(
     act: Callable[[], Any], server: Run, kinds: dict[str, Kind], expected: dict[str, Answer]
 ) -> Any:
-    """Begin to act while answers are under way, check them, return what the act has returned."""
-    num_chunks = 0
-    with ThreadPoolExecutor(1) as pool:
+    """Act while answers are under way, check them, return what the act has returned.
+
+    Beside them are streams that do not end before it, however late a busy machine acts.
+    """
+    longest = Kind("/v1/completions", {**kinds["greedy"].body, "max_tokens": 1500})
+
+    async def run() -> tuple[dict[str, Answer], Any]:
+        num_chunks, are_under_way = 0, asyncio.Event()
 
         def count(_: Answer) -> None:
-            nonlocal num_chunks, acting
+            nonlocal num_chunks
             num_chunks += 1
             if num_chunks == 80:
-                acting = pool.submit(act)
+                are_under_way.set()
 
-        acting: Future[Any] | None = None
-        found = asyncio.run(asked_all(server, kinds, count))
-        assert differences(kinds, expected, found) == {}
-        assert acting is not None
-        return acting.result()
+        async with connected(server) as client:
+            beside = [asyncio.create_task(asked(client, longest)) for _ in range(4)]
+            answering = asyncio.create_task(asked_all(server, kinds, count))
+            await are_under_way.wait()
+            done = await asyncio.to_thread(act)
+            await end_tasks(*beside)
+            return await answering, done
+
+    found, done = asyncio.run(run())
+    assert differences(kinds, expected, found) == {}
+    return done
 
 
 @pytest.mark.spine
