@@ -33,7 +33,9 @@ SAMPLINGS = {
         "ignore_eos": True,
     },
 }
-FLOAT32 = ("--model", models.PACKAGED, "--dtype", "float32", "--kv-store-size", "1536MiB")
+# What is counted must not depend on which of computing and reading this machine does faster now.
+FETCH = ("--kv-store-fetch", "always")
+FLOAT32 = ("--model", models.PACKAGED, "--dtype", "float32", "--kv-store-size", "1536MiB", *FETCH)
 
 
 def data_folder() -> Path | None:
@@ -117,11 +119,7 @@ def check_tokens(
     for decode in decode_instances:
         computed = server.metric("banaserve_prompt_tokens_computed_total", instance_id=decode)
         short = sum(n for n in map(len, prompts) if n <= DEFAULT_SKIP_PREFILL_BELOW_TOKENS)
-        chosen = server.metric(
-            "banaserve_fetch_decisions_total", instance_id=decode, kind="compute"
-        )
-        why = f"{decode}: its cost gate chose {chosen:.0f} times to compute what the store has"
-        assert computed <= num_requests + 2 * short, why
+        assert computed <= num_requests + 2 * short, decode
 
 
 @pytest.mark.spine
