@@ -379,6 +379,7 @@ async def test_an_instance_waits_for_its_machine_and_is_not_blamed() -> None:
         assert (cluster.has_failed, cluster.supervisor.failed.is_set()) == (False, False)
         assert len(mortal.starts_left) == left + 1
         mortal.place = InstancePlace()
+        assert not cluster.has_failed, "requests wait for the start"
         await until(lambda left=left: len(mortal.starts_left) == left)
         await until(lambda: mortal.state is State.READY)
     await cluster.stop()

@@ -104,12 +104,19 @@ class Supervisor:
         self._before_each_probe = before_each_probe
         self._watches: dict[InstanceId, list[asyncio.Task[None]]] = {}
         self._replacements: dict[InstanceId, Replacement] = {}
+        self._without_machine: set[InstanceId] = set()
 
     @property
     def has_failed(self) -> bool:
-        """True if every instance has been given up, and none waits for its machine."""
+        """True if every instance has been given up, and none waits for its machine.
+
+        An instance whose machine has just returned is not given up: its start is imminent.
+        """
         every = self._instances.values()
-        return all(i.state is State.FAILED and i.place.is_there for i in every)
+        return all(
+            i.state is State.FAILED and i.place.is_there and i.id not in self._without_machine
+            for i in every
+        )
 
     def watch(self, instance: Instance) -> None:
         """Keep an instance alive after its start."""
@@ -180,9 +187,13 @@ class Supervisor:
             if self._is_removed(instance):
                 return False
             instance.mark_dead(State.FAILED)
+            was_there = instance.place.is_there
+            if was_there:
+                self._without_machine.discard(instance.id)
+            else:
+                self._without_machine.add(instance.id)
             if self.has_failed:
                 self.failed.set()
-            was_there = instance.place.is_there
             await self._pause(instance)
             replacement = self._replacements.pop(instance.id, None)
             if replacement is not None and await self._start_other(instance, replacement):
