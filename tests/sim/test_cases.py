@@ -89,6 +89,7 @@ def changed(tmp_path: Path, old: str, new: str, name: str = "prefill-flood") -> 
         ("ttft_s = 2.0", "ttft_s = 0", "limits: ttft_s is 0"),
         ("[systems.static]", "[systems.statik]", "did you mean static"),
         ("decode = 2", "decode = -2", "systems.static: decode is -2"),
+        ("decode = 2", "decode = 2\nlimits = 3", "systems.static.limits is no section"),
         ("decode = 2", 'decode = 2\ncontrol_s = "2"', "systems.static: '<=' not supported"),
         ('metric = "goodput_fraction"', 'metric = "goodput"', "did you mean goodput_fraction"),
         ("at_least = 0.9", "", "give one of at_least and at_most"),

@@ -177,9 +177,10 @@ def _systems(path: Path, table: Any, profile_name: str, limits: LatencyLimits) -
         settings = dict(entry)
         kind = str(settings.pop("kind", name))
         check_known(f"kind of system in {path.name}", kind, KINDS)
+        for key in ("limits", "control_limits", "migration_options", "routing_options"):
+            if not isinstance(settings.get(key, {}), Mapping):
+                raise UserError(f"{path}: systems.{name}.{key} is no section")
         options = settings.pop("migration_options", {}) if kind == "elastic" else {}
-        if not isinstance(options, Mapping):
-            raise UserError(f"{path}: systems.{name}.migration_options is no section")
         try:
             systems[name] = preset(kind, **settings)
             if kind == "elastic":
