@@ -44,7 +44,7 @@ async def test_a_death_is_noticed_whether_life_is_shown_or_not(target: Callable[
         assert not dying.done()
         assert not ended.done()
         process.kill()
-        await asyncio.wait_for(asyncio.gather(dying, ended), 30.0)
+        await asyncio.wait_for(asyncio.gather(dying, ended), 60)
 
 
 async def test_a_process_dies_before_it_has_ended() -> None:
@@ -56,18 +56,18 @@ async def test_a_process_dies_before_it_has_ended() -> None:
         assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
-        await asyncio.wait_for(dying, 30.0)
+        await asyncio.wait_for(dying, 60)
         assert not ended.done()
         process.kill()
-        await asyncio.wait_for(ended, 30.0)
+        await asyncio.wait_for(ended, 60)
 
 
 async def test_nobody_is_waited_for_who_is_not_there() -> None:
     with _running(obeys) as process:
         process.kill()
-        process.wait(30)
-    await asyncio.wait_for(processes.wait_dying(process.pid), 30.0)
-    await asyncio.wait_for(processes.wait_ended(process.pid), 30.0)
+        process.wait(60)
+    await asyncio.wait_for(processes.wait_dying(process.pid), 60)
+    await asyncio.wait_for(processes.wait_ended(process.pid), 60)
 
 
 def test_a_loop_closes_though_the_work_never_ends() -> None:

@@ -53,7 +53,7 @@ class CannedServer:
 
     def start(self) -> None:
         self._thread.start()
-        assert self._started.wait(30)
+        assert self._started.wait(60)
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._released.set)

@@ -91,5 +91,5 @@ async def test_a_look_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(timeline, "fetch", look)
     monkeypatch.setattr(timeline, "_EVERY_S", 0.0)
     async with timeline.watched("http://nowhere", WallClock()):
-        await asyncio.wait_for(has_failed.wait(), 30)
+        await asyncio.wait_for(has_failed.wait(), 60)
     assert set(looks) == {"http://nowhere/metrics"}

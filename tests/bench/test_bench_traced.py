@@ -34,7 +34,7 @@ def engines(tmp_path: Path) -> Iterator[LayeredEngines]:
     with ExitStack() as stack:
         yield LayeredEngines(socket_path, "traced", stack)
     process.terminate()
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
 
 
 def traced(

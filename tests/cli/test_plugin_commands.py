@@ -55,7 +55,7 @@ def test_the_store_serves_with_the_tier_of_another_package(site: Path, tmp_path:
         assert (tier.stats.available, tier.stats.capacity_bytes) == (True, 64 * 2**20)
     finally:
         process.terminate()
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
 
 
 def test_what_is_refused_is_in_the_server_s_log(
@@ -230,7 +230,7 @@ def test_a_request_goes_where_a_plugin_decides(site: Path) -> None:
         shown = list(iter(lambda: process.stdout.readline(), "  Ctrl-C ends it.\n"))
         assert "  banaserve routes by by_id of acme-replicas 1.0\n" in shown
         for _ in range(3):
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=20) as reply:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=60) as reply:
                 assert reply.read() == str(ports[-1]).encode()
     finally:
         process.kill()

@@ -50,7 +50,7 @@ def socket_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     process = started(path)
     yield path
     process.terminate()
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
 
 
 class TwoLives:

@@ -15,7 +15,7 @@ from depth import IS_LONG
 from waiting import lasts
 
 NUM_MESSAGES = 2000 if IS_LONG else 300
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ async def test_what_is_under_way_ends_and_nothing_else_begins() -> None:
         assert (await asks.get("/metrics")).status_code == 200
         assert not closing.done()
         app.may_end.set()
-        await asyncio.wait_for(closing, 30.0)
+        await asyncio.wait_for(closing, 60)
         assert (await first).text == "done"
 
 
@@ -61,7 +61,7 @@ async def test_nothing_is_waited_for_in_vain(timeout_s: float, is_now: bool, ser
         await turns(lambda: middleware.num_requests == 1)
         if is_now:
             now.set()
-        await asyncio.wait_for(middleware.close(timeout_s, now, lambda: serves), 30.0)
+        await asyncio.wait_for(middleware.close(timeout_s, now, lambda: serves), 60)
         assert not first.done()
         app.may_end.set()
         await first
@@ -81,9 +81,9 @@ async def test_a_second_signal_ends_it_now(numbers: list[signal.Signals], is_now
     try:
         for number in numbers:
             os.kill(os.getpid(), number)
-            await asyncio.wait_for(signals.stop.wait(), 30.0)
+            await asyncio.wait_for(signals.stop.wait(), 60)
         if is_now:
-            await asyncio.wait_for(signals.now.wait(), 30.0)
+            await asyncio.wait_for(signals.now.wait(), 60)
         # One that says both has said both at once: nothing comes later.
         assert signals.now.is_set() is is_now
     finally:

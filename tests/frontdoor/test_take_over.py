@@ -73,7 +73,7 @@ async def taken_over(offer: SocketOffer, path: Path) -> socket.socket:
         given = await asyncio.to_thread(claim.take)
         assert not offer.taken.is_set()
         serving = asyncio.create_task(asyncio.to_thread(claim.report))
-        await asyncio.wait_for(offer.taken.wait(), 30.0)
+        await asyncio.wait_for(offer.taken.wait(), 60)
         assert not serving.done()
         offer.retired.set()
         await serving

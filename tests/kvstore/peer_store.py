@@ -25,7 +25,7 @@ from waiting import eventually
 FINGERPRINT = msgspec.structs.replace(SMALL, page_bytes=4096)
 SLOT_BYTES = FINGERPRINT.slot_bytes
 NUM_SLOTS = 16
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 KEY = "a key that both stores know"
 
 

@@ -22,7 +22,7 @@ from store_process import fork_store
 
 NUM_SLOTS = 16
 KEYS = [bytes([number]) * 32 for number in range(64)]
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Store:

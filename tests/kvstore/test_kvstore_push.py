@@ -564,7 +564,7 @@ class Sink:
         self.ranges: list[tuple[list[int], int, int]] = []
 
     def accept(self, offer: OfferPush) -> Reception:
-        assert self.go.wait(20.0)
+        assert self.go.wait(60.0)
         self.memory = {n: np.zeros(offer.num_bytes, np.uint8) for n in range(len(offer.keys))}
         ranges = self.ranges
 
@@ -596,7 +596,7 @@ def test_a_link_that_is_behind_sends_many_layers_at_once() -> None:
     link.ready(push, [2], 1024, SLOT_BYTES)
     link.end(push, [0, 1, 2], [], is_last=True)
     sink.go.set()
-    assert sink.is_over.wait(20.0)
+    assert sink.is_over.wait(60.0)
     assert sink.ranges == [([0, 1], 0, SLOT_BYTES), ([2], 0, SLOT_BYTES)]
     for number, expected in enumerate(blocks):
         assert np.array_equal(sink.memory[number], expected)

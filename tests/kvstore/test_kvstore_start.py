@@ -26,7 +26,7 @@ from forked import Forked
 from store_process import fork_store, start_store
 from waiting import eventually
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 SIZE = "64KiB"
 
 Store = Forked | subprocess.Popen[bytes]

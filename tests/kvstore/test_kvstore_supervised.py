@@ -27,7 +27,7 @@ from waiting import eventually, until
 pytestmark = pytest.mark.deep
 
 KEYS = [bytes([number]) * 32 for number in range(4)]
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 async def test_blocks_outlive_a_killed_daemon_and_a_stop(tmp_path: Path) -> None:

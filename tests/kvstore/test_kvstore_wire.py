@@ -26,7 +26,7 @@ from fingerprints import FINGERPRINT
 from store_process import fork_store
 
 KEY = b"k" * 32
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 MUCH_BYTES = 2**28
 
 fuzzed = settings(

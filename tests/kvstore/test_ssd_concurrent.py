@@ -24,7 +24,7 @@ QUEUE_DEPTH = 6
 NUM_KEYS = 120
 NUM_TRANSFERS = 300
 KEYS = [number.to_bytes(32, "big") for number in range(NUM_KEYS)]
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def content(number: int) -> BlockBytes:

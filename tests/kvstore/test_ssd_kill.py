@@ -22,7 +22,7 @@ from depth import num_examples
 NUM_KILLS = num_examples(52)
 BLOCK_BYTES = 12_000
 NUM_KEYS = 4000
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 MIB = 2**20
 
 

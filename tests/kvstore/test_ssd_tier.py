@@ -24,7 +24,7 @@ from banaserve.kvstore.tiers.ssd.tier import SsdTier
 
 MIB = 2**20
 BLOCK_BYTES = 20_000
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def key(number: int, namespace: int = 0) -> bytes:

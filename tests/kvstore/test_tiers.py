@@ -53,7 +53,7 @@ TIERS: dict[str, Callable[[Path, int], StoreTier]] = {
 
 CAPACITY_BYTES = 4 * 2**20
 BLOCK_BYTES = 40_960
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def open_tier(kind: str, folder: Path) -> StoreTier:

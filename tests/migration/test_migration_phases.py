@@ -169,7 +169,7 @@ def test_a_move_home_that_ends_early_leaves_no_memory_backed(
     monkeypatch.setattr(host, "populate", refuse)
     move = Move("m", unit, None)
     move.prepare(host, DirtyBlockTracker(8), REAL_TIME)
-    assert move.join(30.0)
+    assert move.join(60.0)
     if is_refused:
         assert (move.phase, move.error) == (
             MovePhase.FAILED,

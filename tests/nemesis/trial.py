@@ -95,7 +95,7 @@ class Trial:
         # Otherwise that nobody has found another's blocks would say nothing.
         assert any(one.cached_tokens for one in history.requests if not one.is_first)
         assert asyncio.run(answers(self.service.run, self.kinds)) == expected
-        assert httpx.get(f"{self.service.run.url}/health").status_code == 200
+        assert self.service.run.get("/health").status_code == 200
 
     def _strike(self, choice: Choice, history: History) -> None:
         _wait_for_answers(history, NUM_CLIENTS)

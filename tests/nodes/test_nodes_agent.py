@@ -51,8 +51,8 @@ def test_an_engine_there_talks_with_the_server_and_ends(scripts: Scripts, tmp_pa
             assert await reader.readexactly(3) == b"ABC"
             dying = asyncio.create_task(wait_dying(pid))
             writer.write(b"end")
-            await asyncio.wait_for(dying, 30.0)
-            await asyncio.wait_for(wait_ended(pid), 30.0)
+            await asyncio.wait_for(dying, 60)
+            await asyncio.wait_for(wait_ended(pid), 60)
             written_log = front.log.read_text()
             assert f"engine {scripts.pids[0]}\n" in written_log
             assert "SomeError: asked to end" in written_log
@@ -93,7 +93,7 @@ def test_an_agent_that_ends_ends_all_and_the_next_begins_empty(
             await front.hello()
             before = launcher.address_there("d0", front.address)
             await node.end()
-            await asyncio.wait_for(wait_ended(pid), 30.0)
+            await asyncio.wait_for(wait_ended(pid), 60)
             assert not is_running(scripts.pids[0])
             assert "NodeLostError" in front.log.read_text()
             with pytest.raises(InstanceDeadError, match=rf"node {node.address} is away"):
@@ -273,7 +273,7 @@ def test_nodes_are_filled_in_the_order_in_which_they_were_given(
 
         async def late(client: clients.NodeClient) -> SessionOpened:
             if client.name == nodes[0].address:
-                await asyncio.wait_for(other_is_open.wait(), 30.0)
+                await asyncio.wait_for(other_is_open.wait(), 60)
             session = await open_node(client)
             other_is_open.set()
             return session

@@ -75,7 +75,7 @@ class Live:
         self.server.stop()
 
     def post(self, path: str, body: object) -> None:
-        asked = httpx.post(f"{self.server.url}/admin/{path}", json=body, headers=AUTH)
+        asked = httpx.post(f"{self.server.url}/admin/{path}", json=body, headers=AUTH, timeout=60)
         assert asked.is_success, asked.text
 
 
@@ -144,7 +144,7 @@ def tokens_of(page: Any) -> list[str]:
 
 def opens(live: Live, credential: str) -> bool:
     headers = {"Authorization": f"Bearer {credential}"}
-    return httpx.get(f"{live.server.url}/admin/status", headers=headers).is_success
+    return httpx.get(f"{live.server.url}/admin/status", headers=headers, timeout=60).is_success
 
 
 def test_the_key_is_asked_once_a_tab_and_not_stored(chrome, live):
@@ -420,7 +420,7 @@ def test_a_drain_asks_first_and_works(chrome, live):
 
 def test_what_the_server_refuses_is_said_in_the_dialog(chrome, live):
     with signed_in(chrome, live) as page:
-        held = httpx.post(f"{live.server.url}/admin/drains/p1", headers=AUTH)
+        held = httpx.post(f"{live.server.url}/admin/drains/p1", headers=AUTH, timeout=60)
         assert held.is_success
         row(page, "p0").click()
         page.click('[data-action="drain"]')

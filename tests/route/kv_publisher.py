@@ -91,7 +91,7 @@ class Publisher:
 
     async def subscribed(self) -> None:
         """Return when a subscriber is there."""
-        await asyncio.wait_for(self._events.recv(), 20)
+        await asyncio.wait_for(self._events.recv(), 60)
 
     def lose(self, *events: Any) -> None:
         """Number and keep a batch without sending it."""

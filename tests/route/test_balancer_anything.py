@@ -202,7 +202,7 @@ class Visitor:
         await self.caller.send(head + body)
         await self.answered(tag)
         # There is one answer, and nothing follows.
-        assert await asyncio.wait_for(self.caller.reader.read(), 20) == b""
+        assert await asyncio.wait_for(self.caller.reader.read(), 60) == b""
         return False
 
     async def do_send_too_much_behind_another(self):

@@ -80,7 +80,7 @@ async def known_stream(house, **limits):
 
 async def is_closed(caller):
     with contextlib.suppress(ConnectionError):
-        return await asyncio.wait_for(caller.reader.read(), 20) == b""
+        return await asyncio.wait_for(caller.reader.read(), 60) == b""
     return True
 
 
@@ -108,7 +108,7 @@ async def test_one_address_takes_no_place_of_another(house):
             assert await is_closed(one)
         await house.until(lambda: len(balancer.connections) == 6)
         other[1].write(POST + b"Content-Length: 2\r\n\r\n{}")
-        assert b" 200 " in await asyncio.wait_for(other[0].readuntil(b"\r\n"), 20)
+        assert b" 200 " in await asyncio.wait_for(other[0].readuntil(b"\r\n"), 60)
         other[1].transport.abort()
 
 
@@ -224,7 +224,7 @@ async def test_a_client_that_never_reads_is_dropped_in_mid_answer(house):
     assert counted(balancer, "dropped", cause="unread") == 1
     slow.writer.transport.resume_reading()
     while body < len(large):
-        part = await asyncio.wait_for(slow.reader.read(2**20), 20)
+        part = await asyncio.wait_for(slow.reader.read(2**20), 60)
         assert part, "the slow reader was dropped"
         body += len(part)
 

@@ -178,7 +178,7 @@ async def test_a_client_that_goes_away_cancels_its_request(house):
     await caller.send(b"POST /v1/completions HTTP/1.1\r\nHost: b\r\nContent-Length: 0\r\n\r\n")
     assert await anext(aiter_chunks(caller)) == b"data: one\n\n"
     caller.hang_up()
-    await asyncio.wait_for(gone.wait(), 20)
+    await asyncio.wait_for(gone.wait(), 60)
     await house.until(lambda: not balancer.fleet._flights)
 
 
@@ -222,7 +222,7 @@ async def test_a_client_that_does_not_read_holds_its_replica_up_and_nothing_is_l
     await house.balance(await house.replica(much))
     caller = await house.caller()
     await caller.send(b"GET /v1/models HTTP/1.1\r\nHost: b\r\n\r\n")
-    await asyncio.wait_for(paused.wait(), 20)
+    await asyncio.wait_for(paused.wait(), 60)
     reply = await caller.reply()
     assert hashlib.sha256(reply.body).digest() == hashlib.sha256(block * num_blocks).digest()
     assert (await caller.ask()).status == 200
@@ -310,7 +310,7 @@ async def test_a_request_out_of_time_is_answered_and_cancelled(house):
     for exchange in balancer._under_way:
         exchange.deadline_s = 0.0
     assert (await asking).status == 504
-    await asyncio.wait_for(gone.wait(), 20)
+    await asyncio.wait_for(gone.wait(), 60)
 
 
 async def test_keys_are_needed_and_stay_here(house):
@@ -418,4 +418,4 @@ async def test_requests_under_way_finish_when_the_balancer_leaves(house):
     go_on.set()
     reply = await pending
     assert (reply.body, reply.fields["connection"]) == (b"whole", "close")
-    await asyncio.wait_for(ended, 20)
+    await asyncio.wait_for(ended, 60)

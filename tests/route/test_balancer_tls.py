@@ -23,7 +23,7 @@ def certified(folder, serial=1):
 async def https(house, folder):
     """A caller behind its handshake."""
     context = ssl.create_default_context(cafile=str(folder / "cert.pem"))
-    return await asyncio.wait_for(house.caller(ssl=context), 20)
+    return await asyncio.wait_for(house.caller(ssl=context), 60)
 
 
 async def test_clients_are_served_over_tls(house, tmp_path):

@@ -110,10 +110,10 @@ def test_the_command_serves_and_ends_cleanly():
         assert f"{url:<32} ready" in banner
         body = json.dumps({"prompt": "hello"}).encode()
         request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body)
-        with urllib.request.urlopen(request, timeout=20) as reply:
+        with urllib.request.urlopen(request, timeout=60) as reply:
             assert reply.read() == body
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=60)
         assert process.returncode == 128 + signal.SIGTERM
         assert "ended" in out
         assert err == ""

@@ -66,7 +66,7 @@ def started(server: Run, name: str) -> int:
 
 def series_of(server: Run, names: Sequence[str]) -> list[str]:
     """Lines of the metrics that are of instances of these names."""
-    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    lines = server.get("/metrics").text.splitlines()
     return [line for line in lines if any(f'"{name}"' in line for name in names)]
 
 

@@ -193,7 +193,7 @@ class Reader:
             await asyncio.sleep(0)
 
     async def read(self) -> None:
-        output = await asyncio.wait_for(self._next, 30.0)
+        output = await asyncio.wait_for(self._next, 60)
         assert output is not None
         self.text += output.outputs[0].text
         self.num_cached_tokens = output.num_cached_tokens
@@ -649,13 +649,13 @@ async def test_a_request_starts_over_with_other_weights_where_it_is_one_sequence
     decode[num - 1].move()
     if num > 1:
         with pytest.raises(WeightsReplacedError):
-            await asyncio.wait_for(reading, 30.0)
+            await asyncio.wait_for(reading, 60)
         return
     await until(lambda: len(prefill.legs) == 2)
     prefill.compute(1)
     await until(lambda: bool(decode[2].legs))
     decode[2].compute(3)
-    (output,) = await asyncio.wait_for(reading, 30.0)
+    (output,) = await asyncio.wait_for(reading, 60)
     assert output.outputs[0].text == "".join(WORDS[1:5])
 
 
@@ -687,7 +687,7 @@ async def test_of_several_sequences_each_goes_on_by_itself(kind: RequestOutputKi
     await leg(other)
     third.compute(4)
     other.compute(2)
-    await asyncio.wait_for(reading, 30.0)
+    await asyncio.wait_for(reading, 60)
     texts = ["", "", ""]
     for output in outputs:
         for one in output.outputs:
@@ -737,7 +737,7 @@ async def test_a_prompt_is_held_for_the_decode_leg_of_each_sequence(num: int) ->
     assert [(one.hold, one.reader) for one in told] == [(left.hold, n) for n in range(num)]
     for number, engine in enumerate(decode):
         engine.compute(4 if number else 3)  # the first one has prefill's token
-    await asyncio.wait_for(reading, 30.0)
+    await asyncio.wait_for(reading, 60)
     await until(lambda: {HoldEnd(left.hold, n) for n in range(num)} <= {*holds.ended})
 
 

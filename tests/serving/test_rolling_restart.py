@@ -252,7 +252,7 @@ async def test_an_engine_whose_machine_is_back_is_replaced_before_it_starts(
     await until(lambda: engine.state is State.FAILED)
     engine.place = InstancePlace()
     await until(lambda: replacing)
-    await asyncio.wait_for(replacing[0], 30.0)
+    await asyncio.wait_for(replacing[0], 60)
     assert (engine.started, one.checked, engine.state) == (
         ["old", "new"],
         [("p0", "new")],

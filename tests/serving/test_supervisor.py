@@ -86,7 +86,7 @@ async def test_an_engine_that_ends_before_it_is_connected_is_not_waited_for(
         place_of=made._launcher.place_of,
     )
     with pytest.raises(InstanceDeadError, match="instance x0 ended while starting"):
-        await asyncio.wait_for(made.start(30.0), 30.0)
+        await asyncio.wait_for(made.start(30.0), 60)
     never.set()
     made.kill()  # its process id is no longer its own
 
@@ -142,7 +142,7 @@ async def test_one_that_is_given_up_while_it_connects_does_not_serve(
     made.settings = EngineSettings(made.settings.config, made.settings.budgets)
     made.take_budget = wait if awaited == "budget" else at_once
     starting = asyncio.create_task(made.start(1.0))
-    await asyncio.wait_for(reached.wait(), 30.0)
+    await asyncio.wait_for(reached.wait(), 60)
     made.mark_dead()
     may_go_on.set()
     with pytest.raises(InstanceDeadError, match="x0 was ended while starting"):
@@ -273,7 +273,7 @@ async def test_an_instance_that_is_removed_while_it_starts_again_ends() -> None:
     removing = asyncio.create_task(cluster.remove(mortal.id))
     await until(lambda: not cluster.instances)
     may_start.set()
-    await asyncio.wait_for(removing, 30.0)
+    await asyncio.wait_for(removing, 60)
     assert (mortal.starts_left, mortal.ended.is_set()) == ([], True)
     assert mortal.state is not State.READY
     await cluster.stop()
@@ -410,7 +410,7 @@ async def test_a_cluster_whose_instances_are_all_given_up_has_failed() -> None:
         await cluster.supervisor.failed.wait()
     assert (cluster.is_healthy, cluster.supervisor.last_failure) == (False, "no memory")
     removing = asyncio.create_task(cluster.remove(mortal.id))
-    await asyncio.wait_for(removing, 30.0)
+    await asyncio.wait_for(removing, 60)
     await cluster.stop()
 
 

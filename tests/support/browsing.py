@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCREENSHOTS = ROOT / "build" / "ui"
 AXE = ROOT / ".venv" / "axe-core" / "axe.min.js"
+_TIMEOUT_MS = 60_000
 REFUSED = "the server responded with a status of 401"
 """A browser itself says this on the console where a key is refused."""
 
@@ -42,7 +43,7 @@ class Browser:
             color_scheme="dark" if dark else "light",
             reduced_motion="reduce",
         )
-        context.set_default_timeout(20_000)
+        context.set_default_timeout(_TIMEOUT_MS)
         page = context.new_page()
         page.on("console", lambda message: self._said(message.type, message.text))
         page.on("pageerror", lambda error: self.problems.append(str(error)))
@@ -76,7 +77,9 @@ def browser() -> Iterator[Browser]:
     with sync_playwright() as play:
         # A sandbox needs user namespaces, which containers often do not have.
         chrome = play.chromium.launch(
-            executable_path=program, args=["--no-sandbox", "--disable-gpu"]
+            executable_path=program,
+            args=["--no-sandbox", "--disable-gpu"],
+            timeout=_TIMEOUT_MS,
         )
         yield Browser(chrome)
         chrome.close()

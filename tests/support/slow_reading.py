@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from banaserve.base.net.stalled_writes import num_unread_bytes
 
 _PART_BYTES = 2**17
-_WAIT_S = 30.0
+_WAIT_S = 60.0
 
 
 def served_end(

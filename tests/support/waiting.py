@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 _FIRST_S, _LAST_S = 0.001, 0.02
 
 

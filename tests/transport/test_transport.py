@@ -190,11 +190,11 @@ def test_what_was_changed_on_its_way_reaches_no_region(tmp_path):
     offered = owner.offer(SLICE_BYTES, 1)
     opened, offsets = peer.open(offered.descriptor, 20.0), np.zeros(1, np.int64)
     written = np.full(SLICE_BYTES, 7, np.uint8)
-    opened.submit_write(Memory.of(written), offsets, offsets, 4096, 1).wait(20.0)
+    opened.submit_write(Memory.of(written), offsets, offsets, 4096, 1).wait(60.0)
     write = opened._channel._stream.write
     opened._channel._stream.write = lambda parts, deadline: write(flipped(parts, 2), deadline)
     with pytest.raises(PeerGoneError):
-        opened.submit_write(Memory.of(written), offsets, offsets + 4096, 4096, 1).wait(20.0)
+        opened.submit_write(Memory.of(written), offsets, offsets + 4096, 4096, 1).wait(60.0)
     assert np.flatnonzero(offered.memory.view()).size == 4096
     peer.close()
     owner.close()
@@ -212,9 +212,9 @@ def test_no_copy_takes_the_answers_of_one_that_broke_off(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(opened, "_take_answer", fail)
         with pytest.raises(PeerGoneError):
-            opened.submit_read(local, offsets, offsets, 4096, 1).wait(20.0)
+            opened.submit_read(local, offsets, offsets, 4096, 1).wait(60.0)
     with pytest.raises(PeerGoneError, match="open the region again"):
-        opened.submit_read(local, offsets, offsets, 4096, 1).wait(20.0)
+        opened.submit_read(local, offsets, offsets, 4096, 1).wait(60.0)
     peer.close()
     owner.close()
 
@@ -231,7 +231,7 @@ def test_reads_of_many_small_runs_end_where_the_kernel_buffers_little(tmp_path, 
             sock.setsockopt(socket.SOL_SOCKET, buffer, 32 * 1024)
     local = np.zeros(4 * SLICE_BYTES, np.uint8)
     offsets = np.arange(0, local.size, run_bytes)
-    opened.submit_read(Memory.of(local), offsets, offsets, run_bytes, 1).wait(20.0)
+    opened.submit_read(Memory.of(local), offsets, offsets, run_bytes, 1).wait(60.0)
     assert np.array_equal(local, offered.memory.view())
     peer.close()
     owner.close()
@@ -301,7 +301,7 @@ def test_the_memory_of_a_closed_region_is_given_back_while_a_peer_is_connected(n
     region = ours.offer(PAGE_BYTES, 1)
     remote = theirs.open(region.descriptor, 20.0)
     sent = Memory.of(np.ones(PAGE_BYTES, np.uint8))
-    remote.submit_write(sent, [0], [0], PAGE_BYTES, 1).wait(20.0)
+    remote.submit_write(sent, [0], [0], PAGE_BYTES, 1).wait(60.0)
     memory = weakref.ref(region.memory.owner)
     region.close()
     eventually(lambda: memory() is None)

@@ -19,7 +19,7 @@ from depth import num_examples
 
 SECRET, OTHER = b"the secret of a run", b"the secret of another run"
 KEYS = (bytes(32), bytes([1]) * 32)
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Recorder:

@@ -32,7 +32,7 @@ from depth import num_examples
 from forked import Forked
 from ports import free_port
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Echo:

@@ -26,7 +26,7 @@ from banaserve.transport.errors import (
 from banaserve.transport.interface import Message, Tensor
 from depth import num_examples, seeds
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 KEYS = (bytes(32), bytes([1]) * 32)
 
 

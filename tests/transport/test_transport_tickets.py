@@ -15,7 +15,7 @@ from banaserve.transport.regions import remote_region
 from banaserve.transport.regions.descriptor import RegionDescriptor
 from banaserve.transport.regions.remote_region import MAX_HELP_BYTES, RemoteRegion, Ticket
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 THREAD = "transport-test-copy"
 NOTHING = np.empty(0, np.int64)
 

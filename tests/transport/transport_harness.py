@@ -20,7 +20,7 @@ from banaserve.transport.interface import TransportOptions
 from banaserve.transport.regions.descriptor import RegionDescriptor
 from forked import Forked
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 REGION_BYTES = 3 * 2**20 + 123
 NAMES = ["shm", "cuda_ipc", "tcp", "torch_distributed", "nixl", transport_peer.NIXL_OF_GPUS]
 BY_KERNEL = ("shm", "cuda_ipc")

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from mock_run import MockRun
+from server_run import DEADLINE_S
 
 pytestmark = pytest.mark.deep
 
@@ -40,7 +41,7 @@ def test_a_wrong_key(key, server):
     [{}, {"Authorization": KEYS[0]}, {"Authorization": f"Basic {KEYS[0]}"}, {"X-Api-Key": KEYS[0]}],
 )
 def test_no_bearer_key(headers, server):
-    answer = httpx.get(f"{server.url}/v1/models", headers=headers)
+    answer = server.get("/v1/models", headers=headers)
     assert answer.status_code == 401
     assert answer.headers["WWW-Authenticate"] == "Bearer"
 
@@ -54,7 +55,7 @@ def test_each_key_opens(key, server):
     "path", ["/health", "/ready", "/version", "/metrics", "/health/", "/api/health", "/api/ready"]
 )
 def test_a_probe_needs_no_key(path, server):
-    assert httpx.get(f"{server.url}{path}", follow_redirects=True).status_code == 200
+    assert server.get(path, follow_redirects=True).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,8 @@ def test_a_probe_needs_no_key(path, server):
     ],
 )
 def test_everything_else_is_closed(method, path, server):
-    answer = httpx.request(method, f"{server.url}{path}", json={} if method == "POST" else None)
+    body = {} if method == "POST" else None
+    answer = httpx.request(method, f"{server.url}{path}", json=body, timeout=DEADLINE_S)
     assert answer.status_code == (405 if path == "/health" else 401)
 
 

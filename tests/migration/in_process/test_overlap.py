@@ -24,7 +24,7 @@ FRONT = {"type": "layers", "start": 0, "end": 2}
 MIDDLE = {"type": "layers", "start": 2, "end": 4}
 BACK = {"type": "layers", "start": 4, "end": 6}
 HEADS = {"type": "heads", "heads": [[0, [1]], [1, [0, 2]], [5, [0, 1, 2]]]}
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ ENGINE = "llama, store"
 NUM_TOKENS = 24
 LAYERS = {"type": "layers", "start": 2, "end": 4}
 HEADS = {"type": "heads", "heads": [[0, [1]], [1, [0, 2]], [5, [0, 1, 2]]]}
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 STALL_S = 0.3
 
 

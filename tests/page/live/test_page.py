@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from banaserve.base.platform.run_dir import admin_note, find_admin
@@ -103,7 +102,7 @@ def seen_moving(page: Any, server: Run) -> bool:
             asked.start()
             while asked.is_alive():
                 page.wait_for_timeout(50)
-        row(page, "d0").locator(".hole").wait_for(timeout=60_000)
+        row(page, "d0").locator(".hole").wait_for()
         if page.evaluate("window.phases"):
             return True
     return False
@@ -124,7 +123,7 @@ def test_a_move_under_load_is_seen(server, page):
             "banaserve migrate layers --from d0 --to p0 --layers 10:20"
         )
         page.click("#ask-yes")
-        row(page, "d0").locator(".hole").wait_for(timeout=60_000)
+        row(page, "d0").locator(".hole").wait_for()
         row(page, "p0").locator(".guest").wait_for()
         keep(page, "served-moved", whole=False)
         assert seen_moving(page, server), "no move was seen while it was under way"
@@ -149,7 +148,7 @@ def test_a_request_opens_as_a_waterfall_of_its_legs(page):
 
 
 def test_every_query_of_the_dashboard_finds_its_metric(server):
-    text = httpx.get(f"{server.url}/metrics").text
+    text = server.get("/metrics").text
     families = dict(re.findall(r"^# TYPE (\S+) (\S+)", text, re.M))
     samples: dict[str, set[str]] = {}
     for name, labels in re.findall(r"^([\w:]+)(\{.*\})? ", text, re.M):

@@ -17,6 +17,7 @@ from browsing import Browser, browser, check_accessible
 from docs.repository.dashboard import asked_series
 from mock_facts import MockOptions
 from mock_run import MockRun
+from server_run import DEADLINE_S
 
 pytestmark = pytest.mark.deep
 
@@ -99,9 +100,11 @@ def test_a_link_of_the_command_opens_the_page_once(server, chrome, capsys):
 
 def test_the_users_key_opens_no_page(server):
     for headers in ({}, {"Authorization": "Bearer users"}):
-        with httpx.stream("GET", f"{server.url}/admin/live", headers=headers) as answer:
+        with httpx.stream(
+            "GET", f"{server.url}/admin/live", headers=headers, timeout=DEADLINE_S
+        ) as answer:
             assert answer.status_code == 401
-    assert httpx.get(f"{server.url}/ui/").status_code == 200
+    assert server.get("/ui/").status_code == 200
 
 
 def test_a_request_opens_as_a_waterfall_of_its_legs(answered, page):
@@ -127,7 +130,7 @@ def test_the_drain_button_asks_and_works(server, page):
     assert page.locator("#ask-command").inner_text() == "banaserve drain p1"
     page.click("#ask-yes")
     page.locator('[data-action="undo"]').wait_for()
-    ready = httpx.get(f"{server.url}/admin/status")
+    ready = server.get("/admin/status")
     assert ready.status_code == 401
     page.click('[data-action="undo"]')
     page.click("#ask-yes")
@@ -135,7 +138,7 @@ def test_the_drain_button_asks_and_works(server, page):
 
 
 def test_every_query_of_the_dashboard_finds_its_metric(answered, server):
-    text = httpx.get(f"{server.url}/metrics").text
+    text = server.get("/metrics").text
     families = dict(re.findall(r"^# TYPE (\S+) (\S+)", text, re.M))
     samples: dict[str, set[str]] = {}
     for name, labels in re.findall(r"^([\w:]+)(\{.*\})? ", text, re.M):

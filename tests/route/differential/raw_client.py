@@ -17,7 +17,7 @@ FILLING = b"Z" * 48 * 1024
 """Ends every head and every body by its size, and is neither a line nor a number."""
 
 _PATIENCE_S = 0.5
-_WAIT_S = 30.0
+_WAIT_S = 60.0
 """Only a test that fails waits this long."""
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})(?: [^\r\n]*)?")
 

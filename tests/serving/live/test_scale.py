@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 
-import httpx
 import pytest
 
 import small_model
@@ -109,7 +108,7 @@ def test_no_answer_notices_that_instances_come_and_go(
     # The orchestrator forgets them at its next turn.
     until(lambda: series_of(server, gone) == [], "no series of those that left is shown")
     assert {log for log, _ in writers(server.run_dir)} & {f"{one}.log" for one in gone} == set()
-    assert httpx.get(f"{server.url}/ready").json()["instances"] == dict.fromkeys(left, "ready")
+    assert server.get("/ready").json()["instances"] == dict.fromkeys(left, "ready")
 
 
 def test_the_last_of_a_role_is_not_drained_and_what_is_there_is_not_added(

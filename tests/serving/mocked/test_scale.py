@@ -12,7 +12,6 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-import httpx
 import psutil
 import pytest
 
@@ -131,7 +130,7 @@ def test_no_answer_notices_that_instances_come_and_go(
     # The orchestrator forgets them at its next turn.
     until(lambda: series_of(server, gone) == [], "no series of those that left is shown")
     assert {log for log, _ in writers(server.run_dir)} & {f"{one}.log" for one in gone} == set()
-    assert httpx.get(f"{server.url}/ready").json()["instances"] == dict.fromkeys(left, "ready")
+    assert server.get("/ready").json()["instances"] == dict.fromkeys(left, "ready")
 
 
 def test_streams_of_one_that_leaves_go_on_elsewhere(

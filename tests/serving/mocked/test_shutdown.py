@@ -1,4 +1,4 @@
-"""A signal ends a server with mock engines within ten seconds, and nothing is left behind.
+"""A signal ends a server with mock engines within half a minute, and nothing is left behind.
 
 ``live/test_shutdown.py`` shows it of real ones.
 """
@@ -53,14 +53,14 @@ def test_with_streams_under_way(number, serve, port):
 
 def test_sigterm_lets_streams_end_and_takes_no_more(serve, port):
     """As Kubernetes and Docker send it: to the server alone, not to its engines."""
-    run = serve("--drain-timeout", "600", port=port, mocks=MockOptions(step_ms=15.0))
+    run = serve("--drain-timeout", "600", port=port, mocks=MockOptions(step_ms=30.0))
     asked = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 300}
     body = {**asked, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", f"{run.url}/v1/completions", json=body, timeout=60) as stream:
         lines = stream.iter_lines()
         assert next(lines)
         os.kill(run.process.pid, signal.SIGTERM)
-        until(lambda: httpx.get(f"{run.url}/ready").status_code == 503, "it is closing")
+        until(lambda: run.get("/ready").status_code == 503, "it is closing")
         assert run.post("/v1/completions", asked).status_code == 503
         rest = [line for line in lines if line]
     assert (rest[-1], '"finish_reason":"length"' in rest[-2]) == ("data: [DONE]", True)
