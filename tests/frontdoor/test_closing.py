@@ -37,7 +37,7 @@ async def test_what_is_under_way_ends_and_nothing_else_begins() -> None:
     async with client(middleware) as asks:
         first = asyncio.create_task(asks.post("/v1/completions"))
         await turns(lambda: middleware.num_requests == 1)
-        closing = asyncio.create_task(middleware.close(60.0, now, lambda: True))
+        closing = asyncio.create_task(middleware.close(600.0, now, lambda: True))
         await asyncio.sleep(0)
         refused, ready = await asks.post("/v1/completions"), await asks.get("/ready")
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
@@ -51,7 +51,7 @@ async def test_what_is_under_way_ends_and_nothing_else_begins() -> None:
 
 @pytest.mark.parametrize(
     ("timeout_s", "is_now", "serves"),
-    [(0.0, False, True), (60.0, True, True), (60.0, False, False)],
+    [(0.0, False, True), (600.0, True, True), (600.0, False, False)],
 )
 async def test_nothing_is_waited_for_in_vain(timeout_s: float, is_now: bool, serves: bool) -> None:
     app = App()
