@@ -577,12 +577,14 @@ async def test_a_prefill_leg_and_its_decode_leg_name_each_others_store(
     await until(lambda: {HoldEnd(left.hold, 0, one) for one in (here, there)} <= {*holds.ended})
 
 
-async def test_an_abort_by_id_ends_a_request_on_its_prefill_leg() -> None:
+@pytest.mark.parametrize("is_marked", [True, False])
+async def test_an_abort_ends_a_request_on_its_prefill_leg(is_marked: bool) -> None:
+    """By its id, which marks it, or by the engine, which aborts all as it is paused."""
     prefill, decode = Engine("p0"), Engine("d0")
     given = job(streamed())
     reader = Reader(given, Engines(decode, prefill=prefill))
     await reader.reaches(prefill)
-    given.aborted = True
+    given.aborted = is_marked
     prefill.output_processor.abort_requests(["r-p"], internal=False)
     await reader.read()
     assert (reader.finished, reader.finish_reason, decode.legs) == (True, "abort", [])

@@ -18,7 +18,12 @@ pytest.importorskip("vllm")
 from vllm.outputs import CompletionOutput
 
 from banaserve.base.clock import WallClock
-from banaserve.base.errors import InstanceDeadError, MigrationError, UserError
+from banaserve.base.errors import (
+    DeadlineExceededError,
+    InstanceDeadError,
+    MigrationError,
+    UserError,
+)
 from banaserve.base.types import InstanceId, Role
 from banaserve.contracts.restart_api import RestartRequest, RollingRestart
 from banaserve.engine.compat.requests import RequestOutput, RequestOutputKind
@@ -466,4 +471,15 @@ async def test_output_that_comes_before_a_stream_has_left_is_not_lost() -> None:
     found: Any = await queue.get()
     assert found.outputs[0].text == "ab"
     with pytest.raises(LegMovedError):
+        await queue.get()
+
+
+async def test_a_stream_whose_time_is_over_does_not_go_on_elsewhere() -> None:
+    """What came between its deadline and the move is lost: the answer would have a gap."""
+    queue = LegOutputCollector(RequestOutputKind.DELTA, "r")
+    queue.put(DeadlineExceededError())
+    queue.put(output("a"))
+    queue.move("drained")
+    queue.put(output("b"))
+    with pytest.raises(DeadlineExceededError):
         await queue.get()

@@ -96,6 +96,11 @@ def fits(answer: Answer, weights: str) -> bool:
         if answer.finish[index] in ("stop", "length"):
             if (given, answer.texts[index], answer.finish[index]) != (tokens, text, finish):
                 return False
-        elif given != tokens[: len(given)] or not text.startswith(answer.texts[index]):
+        elif given != tokens[: len(given)]:
             return False
+        elif not text.startswith(answer.texts[index]):
+            # An abort also gives the text that was held back for stop strings.
+            whole = "".join(WORDS[token] for token in given)
+            if answer.finish[index] != "abort" or answer.texts[index] != whole:
+                return False
     return answer.is_aborted or "abort" not in answer.finish

@@ -650,6 +650,12 @@ class Server:
         assert not self.router.retry_turns.locked()
         assert not self.client._sequences
         assert not self.client.requests._open
+        # A prefill leg that waits for room holds its prompt again with each try. If its engine dies
+        # before the leg's abort comes, the hold stays until its time is up.
+        index = self.store.service.index
+        assert index.stats().num_holds <= self.machine.num_deaths, "requests have left holds"
+        for hold in [*index._holds]:
+            index.end_hold(hold)
         stats = self.store.service.stats()
         held = (stats.num_leases, stats.leased_slots, stats.writing_slots, stats.promoting_slots)
         held += (stats.num_holds,)

@@ -147,6 +147,8 @@ async def prefill(
     finish_reason = output.outputs[0].finish_reason
     ended = LegEnded("prefill", instance.id, finish_reason, output.num_cached_tokens)
     context.notes.note(ended, leg.request_id)
+    # A second call that aborts, as sleep makes, also ends what came after the requests were marked.
+    context.aborted = context.aborted or finish_reason == "abort"
     if context.aborted:
         return
     if finish_reason == "error":

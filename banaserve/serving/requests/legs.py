@@ -105,12 +105,11 @@ class LegOutputCollector(compat.RequestOutputCollector):
     def put(self, output: RequestOutput | PoolingRequestOutput | Exception) -> None:
         if isinstance(output, Exception) and isinstance(self.output, RequestOutput):
             self._error = self._error or output
-        elif isinstance(self.output, LegMovedError):
-            # Outputs that arrive until the reader leaves are kept; of errors, the first is.
-            if isinstance(output, RequestOutput):
-                self._error, self.output = self.output, output
-        else:
+        elif not isinstance(self.output, Exception):
             super().put(output)
+        # Of errors, the first is kept: after one that ends the answer, outputs are lost.
+        elif isinstance(self.output, LegMovedError) and isinstance(output, RequestOutput):
+            self._error, self.output = self.output, output
 
     async def get(self) -> RequestOutput | PoolingRequestOutput:
         output = await super().get()
