@@ -288,19 +288,27 @@ class Nemesis:
         with contextlib.suppress(UserError):  # the instance may be busy with another move
             admin.run(MoveLayers(host, target, (first, first + 3)))
 
-    def is_whole(self) -> bool:
-        """Whether the server is as before the last fault, with other processes for lost ones."""
-        if self._router is not None and not self._router.is_ready():
-            return False
+    def missing(self) -> list[str]:
+        """What is not as before the last fault; lost processes must have others in their place."""
+        router, server = self._router, self._service.run
+        missing = ["balancer"] if router is not None and not router.is_ready() else []
         if self._lost_guest and is_running(self._lost_guest):
-            return False
-        if any(self._victims.of(name) in (0, pid) for name, pid in self._lost.items()):
-            return False
-        server = self._service.run
-        ready = [
-            server.metric("banaserve_instance_ready", instance_id=name) == 1 for name in self._names
+            missing.append(f"end of guest {self._lost_guest}")
+        missing += [
+            f"successor of {name} {pid}"
+            for name, pid in self._lost.items()
+            if self._victims.of(name) in (0, pid)
         ]
-        return all(ready) and server.metric("banaserve_kvstore_up") == 1
+        missing += [
+            name
+            for name in self._names
+            if server.metric("banaserve_instance_ready", instance_id=name) != 1
+        ]
+        return missing + ["store"] * (server.metric("banaserve_kvstore_up") != 1)
 
     def wait_whole(self, deadline_s: float) -> None:
-        until(self.is_whole, "the server is whole again", deadline_s)
+        try:
+            until(lambda: not self.missing(), "the server is whole again", deadline_s)
+        except AssertionError as late:
+            late.add_note(f"missing: {self.missing()}")
+            raise

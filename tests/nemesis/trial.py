@@ -80,10 +80,13 @@ class Trial:
                 timely = itertools.takewhile(lambda _: time.monotonic() <= until_s, faults)
                 for choice in timely:
                     self._strike(choice, history)
+            except AssertionError as broken:
+                broken.add_note(_told(history))
+                raise
             finally:
                 load.end()
                 asking.result()
-        told = "\n".join(f"{one.name}: {_words(one)}" for one in history.faults)
+        told = _told(history)
         failed = [
             f"{one.id} ({met(one, history)}): {one.errors}"
             for one in history.requests
@@ -120,6 +123,10 @@ async def answers(server: Run, kinds: dict[str, Kind]) -> dict[str, list[int]]:
             assert asked.has_answer, asked
             found[name] = asked.tokens
         return found
+
+
+def _told(history: History) -> str:
+    return "\n".join(f"{one.name}: {_words(one)}" for one in history.faults)
 
 
 def _words(fault: Fault) -> str:
