@@ -110,6 +110,13 @@ def plan(seed: int, names: tuple[str, ...], others: tuple[str, ...]) -> Iterator
         yield Choice(harm, target, draw.choice(names) if with_death else "")
 
 
+def _parent_of(pid: int) -> int:
+    """Return the parent of a process; 0 for none, or if the process has ended."""
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).ppid() if pid else 0
+    return 0
+
+
 class Victims:
     """Finds the processes of one server."""
 
@@ -247,12 +254,14 @@ class Nemesis:
         if not pid:
             return False
         before = {name: self._victims.of(name) for name in self._names}
+        # After a stop there may be two parents, each with engines of its own.
+        children = {name: one for name, one in before.items() if _parent_of(one) == pid}
         is_kill = choice.harm is Harm.KILL
         os.kill(pid, signal.SIGKILL if is_kill else signal.SIGSTOP)
         if choice.cuts and self._router is not None:
             self._router.start_again()
         elif choice.target == "parent" and is_kill:
-            self._lost = {"parent": pid, **before}  # they end with it
+            self._lost = {"parent": pid, **children}  # they end with it
         elif choice.target == "guest" and choice.harm is not Harm.PAUSE:
             self._lost_guest = pid
         elif choice.target not in ("parent", "route") and choice.harm is not Harm.PAUSE:
