@@ -235,13 +235,11 @@ class Instance:
         waited: set[asyncio.Future[Any]] = {work, ended}
         try:
             await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done() and not ended.done():
-                what = f"not ready in {timeout_s:.0f} s"
-            else:
-                what = "ended while starting"
-                if work.done():
-                    with contextlib.suppress(compat.EngineDeadError):  # told before its end is
-                        return work.result()
+            if work.done():
+                with contextlib.suppress(compat.EngineDeadError):  # told before its end is
+                    return work.result()
+            has_ended = work.done() or ended.done()
+            what = "ended while starting" if has_ended else f"not ready in {timeout_s:.0f} s"
             raise InstanceDeadError(f"instance {self.id} {what}: {self.last_words()}")
         finally:
             await end_tasks(*waited)
