@@ -1,5 +1,6 @@
-"""All that runs in an engine core or a worker except moves: options, connector, uses of vLLM.
+"""Engines: their options, the KV connector, and all uses of vLLM.
 
-Entries: ``engine_args.parse_vllm_argv`` for the options that engines start with,
+In engine cores, workers and guests; the server's process uses the options, ``continuation`` and
+``compat``. Entries: ``engine_args.parse_vllm_argv`` for the options that engines start with,
 ``connector.connector.StoreConnector`` for KV, ``compat`` for vLLM itself.
 """

@@ -1,5 +1,5 @@
 """Partial attention, merges of partial results, packing of KV blocks: native, Triton, FlashInfer.
 
-In workers. Entry: ``registry.pick``; ``reference`` says what each kernel computes. Imports neither
-vLLM nor an engine.
+In workers and guests. Entry: ``registry.pick``; ``reference`` says what each kernel computes.
+Imports neither vLLM nor an engine.
 """

@@ -1,5 +1,5 @@
 """Global KV cache store: pool and index of a host's blocks, and the client of an instance.
 
 Entries: ``daemon.process.serve`` in the store's process, ``client.client.StoreClient`` in engine
-cores and workers, ``tiers.registry.TIERS`` for tiers of other packages.
+cores, workers, guests and the server, ``tiers.registry.TIERS`` for tiers of other packages.
 """

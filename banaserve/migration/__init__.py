@@ -2,5 +2,5 @@
 
 In workers and guests. Entries: ``host.host.MigrationHost`` in a worker, ``guest.server`` in a
 guest, ``units.registry`` for what can move. The server's part, which decides the order of calls, is
-``serving.moves``.
+``serving.moves``; it uses the values of ``units`` and ``worker_api``.
 """

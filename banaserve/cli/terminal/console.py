@@ -119,7 +119,10 @@ def make_table(rows: Sequence[Sequence[str]], styles: Mapping[str, Style]) -> Ta
 
 @contextlib.contextmanager
 def quiet(log_path: Path) -> Iterator[TextIO]:
-    """Send vLLM's output to a log; yield the terminal for our own output."""
+    """Send all output of this process, vLLM's too, to a log; yield the terminal for our own output.
+
+    The descriptors 1 and 2 are restored at the end of the context; the levels of logging stay.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     saved_out, saved_err = os.dup(1), os.dup(2)

@@ -76,7 +76,8 @@ PRE_IMPORTED = (
 def override_kernels() -> None:
     """Replace Triton's kernels by vLLM's C++ kernels where Triton cannot run, for all forks too.
 
-    For that vLLM searches all names of all modules: more than half a second for each engine.
+    Called once in the engine parent, since vLLM searches all names of all modules for it: more than
+    half a second that each engine would take.
     """
     current_platform.register_triton_kernel_overrides()
     current_platform.register_triton_kernel_overrides = lambda: None  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
 """The kernels in Triton, each with the operator that torch can trace.
 
-In workers. Entry: ``kernels.TritonKernels``.
+In workers and guests. Entry: ``kernels.TritonKernels``.
 """

@@ -1,4 +1,4 @@
 """Client of a host's store: connection, calls of instances, cost gate, requests of an operator.
 
-In engine cores, workers and the server's process. Entry: ``client.StoreClient``.
+In engine cores, workers, guests and the server's process. Entry: ``client.StoreClient``.
 """

@@ -1,4 +1,4 @@
-"""Tiers below the pool: SSD, Mooncake, and those of other packages. In the store's process.
+"""Tiers below the pool: SSD, and the registry of those of other packages, such as Mooncake.
 
-Entries: ``registry.TIERS``, ``interface``.
+In the store's process. Entries: ``registry.TIERS``, ``interface``.
 """

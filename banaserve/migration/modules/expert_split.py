@@ -137,7 +137,10 @@ class SplitExperts:
         self._set_forward()
 
     def count(self, is_wanted: bool) -> list[int]:
-        """Return how often each expert was chosen since counting began; go on counting or end."""
+        """Return how often each expert was chosen since counting began.
+
+        The first call begins to count; a call with ``is_wanted`` False ends it.
+        """
         if self._counts is None:
             device = next(self.experts.parameters()).device
             self._counts = torch.zeros(self.num_experts, dtype=torch.int64, device=device)

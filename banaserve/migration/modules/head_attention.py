@@ -1,4 +1,4 @@
-"""Attention of some KV heads of a layer, over a KV cache of its own."""
+"""Attention of some KV heads of a layer in a guest, over a KV cache of its own."""
 
 from __future__ import annotations
 

@@ -154,7 +154,10 @@ class GuestClient:
 
     @property
     def can_be_ended(self) -> bool:
-        """Return whether a guest that is given up is certain to write nowhere any more."""
+        """True if the guest's process is on this machine, so that giving the guest up ends it.
+
+        Only then is it certain that it writes nowhere any more.
+        """
         return self._process is not None
 
     def check(self) -> None:

@@ -82,6 +82,7 @@ class Cluster:
         return instance
 
     def serving(self) -> list[Instance]:
+        """Return the instances whose engines are ready; some may take no new requests."""
         return [i for i in self.instances.values() if i.state is State.READY]
 
     def views(self) -> dict[InstanceId, InstanceView]:

@@ -82,13 +82,13 @@ def join_ranks(
 ) -> None:
     """Make the process groups that vLLM's layers expect, with tensor-parallel ranks only.
 
-    Ranks on GPUs add up with NCCL or vLLM's own kernel, as those of an engine do. A single rank
-    adds up nothing, and ranks on CPUs have gloo.
+    Called once in a guest's process. Ranks on GPUs add up with NCCL or vLLM's own kernel, as those
+    of an engine do. A single rank adds up nothing, and ranks on CPUs have gloo.
 
     Args:
         rendezvous: Path of a file that the first rank creates, unique among all groups of the
             machine.
-        device_type: Type of device that the layers compute on; of the GPUs, rank ``n`` has ``n``.
+        device_type: Type of device that the layers compute on; rank ``n`` uses GPU ``n``.
         custom_all_reduce: True if vLLM may use its own kernel in place of NCCL.
     """
     from vllm.distributed import parallel_state
