@@ -52,10 +52,10 @@ class SlotPool:
                 f"a pool of {format_size(num_bytes)} does not fit: "
                 f"{format_size(available_bytes)} of memory are available"
             )
-        self.fd = os.memfd_create(POOL_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, self.num_bytes)
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, linux.SEALS)
         try:
+            self.fd = os.memfd_create(POOL_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self.fd, self.num_bytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, linux.SEALS)
             self._memory = map_memory(self.fd, self.num_bytes)
             if not linux.populate(self._memory.ctypes.data, self.num_bytes):
                 self._memory[::PAGE_BYTES] = 0

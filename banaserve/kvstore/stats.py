@@ -102,7 +102,8 @@ class TierStats(TierCounts, kw_only=True):
     """Counters and gauges of a tier.
 
     Attributes:
-        problem: Reason in one line why the tier is out of service, or stores nothing.
+        problem: Reason in one line why the tier is out of service, stores nothing, or goes on
+            without some of its peers.
         keeps: Description of blocks that ``clear`` leaves for later loads; empty for none.
     """
 

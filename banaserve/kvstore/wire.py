@@ -37,6 +37,7 @@ KeepSeconds = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_KEEP_S)]
 Readers = Annotated[int, msgspec.Meta(ge=1, le=MAX_READERS)]
 Reader = Annotated[int, msgspec.Meta(ge=0, lt=MAX_READERS)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Address = Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -123,7 +124,7 @@ class EndHold(_Message, frozen=True, tag="unhold"):
     generation: Number
     hold: Number
     reader: Reader | None = None
-    also: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    also: Address = ""
 
 
 class KeepBlocks(_Message, frozen=True, tag="keep"):

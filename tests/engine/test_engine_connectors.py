@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +11,13 @@ import pytest
 pytest.importorskip("vllm")
 
 from banaserve.base.config.serve_config import Budget
+from banaserve.contracts.environment import INSTANCE_VARIABLE
 from banaserve.contracts.rpc.engine_api import CoreApi
 from banaserve.contracts.rpc.typed_rpc import call
 from banaserve.contracts.trace_events import EngineAnswer
 from banaserve.engine.compat import engine as compat
-from banaserve.engine.connector.connector import StoreConnector
+from banaserve.engine.connector.connector import StoreConnector, client_name
+from banaserve.engine.connector.handover import Handover
 from banaserve.kvstore.stats import StoreStats, TierReport
 from banaserve.kvstore.tiers.interface import TierStats
 
@@ -104,3 +107,20 @@ def test_a_reset_of_the_store_is_one_where_it_is_empty_with_its_tiers(
     connector = StoreConnector.__new__(StoreConnector)
     connector._client = ClearedStore(stats)  # type: ignore[assignment]
     assert connector.reset_cache() == is_empty
+
+
+def test_all_processes_of_an_engine_are_one_client_of_the_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(INSTANCE_VARIABLE, raising=False)
+    of_scheduler = client_name("0a1b")
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    assert client_name("0a1b") == of_scheduler
+    assert client_name("2c3d") != of_scheduler
+
+
+@pytest.mark.parametrize("field", ["push_to", "pushed_from"])
+def test_a_handover_that_the_store_would_refuse_counts_as_none(field: str) -> None:
+    """Plain vLLM passes a client's own on; the store ends a connection with what is no message."""
+    given = {"banaserve_handover": {"hold": 7, field: "h" * 257}}
+    assert Handover.of(given) == Handover()

@@ -30,6 +30,7 @@ from banaserve.transport.channels.connect import over_tcp
 from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.threaded_server import MAX_STRANGERS, ConnectionPlaces
 from peer_store import DEADLINE_S, FINGERPRINT, KEY, NUM_SLOTS, SLOT_BYTES, PeerStore, chain
+from ports import held_port
 from store_process import fork_store
 from waiting import eventually
 
@@ -190,6 +191,19 @@ def test_a_peer_with_another_key_gets_nothing(two: tuple[PeerStore, PeerStore]) 
     assert not here.is_linked()
     assert here.read(chain(0, 2)) == 0
     assert there.stats().lent_blocks == 0
+
+
+def test_a_peer_that_does_not_answer_is_named_beside_one_that_does(
+    two: tuple[PeerStore, PeerStore], stack: ExitStack
+) -> None:
+    there, here = two
+    there.start()
+    away = f"127.0.0.1:{held_port(stack)}"
+    here.start(there)
+    set_peers(here.path, [there.address, away])
+    eventually(lambda: away in here.peers().stats.problem)
+    eventually(lambda: there.address not in here.peers().stats.problem)
+    assert here.is_linked()
 
 
 def test_blocks_of_another_layout_are_not_taken(two: tuple[PeerStore, PeerStore]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -68,6 +69,19 @@ def test_mistakes_at_start(
     line = complaint(capsys, "--socket", str(tmp_path / path), "--size", size)
     assert expected in line
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_pool_beyond_the_size_of_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with ``ulimit -f``: the pool is a file, though it has no name."""
+
+    def refuse(fd: int, num_bytes: int) -> None:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    line = complaint(capsys, "--socket", str(tmp_path / "store.sock"), "--size", SIZE)
+    assert "File too large" in line
 
 
 def test_a_ready_fd_that_nobody_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

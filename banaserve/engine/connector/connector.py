@@ -74,7 +74,7 @@ class StoreConnector(ConnectorBase):
         assert transfer is not None, "vLLM makes a connector for a configuration with one only"
         options = ConnectorOptions.of(transfer.kv_connector_extra_config)
         self.socket = os.environ.get(STORE_VARIABLE, options.socket)
-        self.client_name = os.environ.get(INSTANCE_VARIABLE, f"engine-{os.getpid()}")
+        self.client_name = client_name(transfer.engine_id)
         client = StoreClient(
             self.socket,
             self.fingerprint,
@@ -245,6 +245,15 @@ class StoreConnector(ConnectorBase):
         if self._worker is not None:
             self._worker.close()
         self._client.close()
+
+
+def client_name(engine_id: str | None) -> str:
+    """Return the name at the store that all processes of the engine have.
+
+    With tensor parallelism, slots that the scheduler has reserved are written by other processes:
+    the store gives them to others only after all processes of this name are dead.
+    """
+    return os.environ.get(INSTANCE_VARIABLE, f"engine-{engine_id}")
 
 
 class StatesConnector(StoreConnector, SupportsHMA):

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from banaserve.kvstore.wire import MAX_READERS, KeepSeconds
+from banaserve.kvstore.wire import MAX_READERS, Address, KeepSeconds
 
 _KEY = "banaserve_handover"
 
@@ -33,13 +33,13 @@ class Handover(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     """
 
     leaves_tail: bool = False
-    push_to: str = ""
+    push_to: Address = ""
     tokens: Annotated[int, msgspec.Meta(gt=0)] | None = None
     is_stored: bool = False
     hold: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     num_readers: Annotated[int, msgspec.Meta(ge=1, le=MAX_READERS)] = 1
     reader: Annotated[int, msgspec.Meta(ge=0, lt=MAX_READERS)] = 0
-    pushed_from: str = ""
+    pushed_from: Address = ""
     keep_s: KeepSeconds = 0.0
 
     @classmethod

@@ -68,8 +68,8 @@ class PeerOptions:
         if self.is_used and len(self.secret) < MIN_SECRET_BYTES:
             raise UserError(
                 f"stores that share blocks need a key of {MIN_SECRET_BYTES} characters or more, "
-                "the same on all machines: give --kv-store-peer-key-file or set "
-                f"{PEER_KEY_VARIABLE}"
+                "the same on all machines: give --kv-store-peer-key-file (of `banaserve kvstore`: "
+                f"--peer-key-file) or set {PEER_KEY_VARIABLE}"
             )
 
     def arguments(self) -> list[str]:

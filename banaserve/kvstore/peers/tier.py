@@ -183,7 +183,7 @@ class PeersTier:
         return self._counters.stats(
             self.name,
             available=not is_alone,
-            problem="; ".join(problems) if is_alone else "",
+            problem="; ".join(problems),
             capacity_bytes=0,
             used_bytes=0,
             num_blocks=0,
