@@ -226,12 +226,12 @@ def test_a_peer_that_is_lost_is_gone_without_and_comes_back(
     harm: signal.Signals, linked: tuple[PeerStore, PeerStore]
 ) -> None:
     there, here = linked
-    there.write(chain(0, 4))
-    assert here.read(chain(0, 2)) == 2
+    there.write(chain(0, 12))
+    assert here.read(chain(0, 6)) == 6  # over each of the connections
     os.kill(there.process.pid, harm)
     eventually(lambda: not here.is_linked())
     # Nothing waits for it, and what came before is here.
-    assert here.read(chain(0, 4)) == 2
+    assert here.read(chain(0, 12)) == 6
     if harm is signal.SIGKILL:
         there.process.wait()
         there.start()
@@ -239,9 +239,10 @@ def test_a_peer_that_is_lost_is_gone_without_and_comes_back(
         os.kill(there.process.pid, signal.SIGCONT)
     eventually(here.is_linked)
     if harm is signal.SIGKILL:
-        assert here.read(chain(0, 4)) == 2
-        there.write(chain(2, 2))
-    eventually(lambda: here.read(chain(2, 2)) == 2)
+        assert here.read(chain(0, 12)) == 6
+        there.write(chain(6, 6))
+    eventually(lambda: here.read(chain(6, 6)) == 6)
+    assert here.peers().promotion_failures == 0
 
 
 def test_strangers_keep_no_peer_out(linked: tuple[PeerStore, PeerStore]) -> None:

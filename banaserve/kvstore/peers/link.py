@@ -167,7 +167,7 @@ class PeerLink:
         channel: StreamChannel | None = None
         while (load := self._loads.get()) is not None:
             try:
-                if channel is None:
+                if channel is None or channel not in self._channels:
                     channel = self._connected_to_running()
                 load.outcome = _fetch(channel, load)
             except (TransportError, ProtocolError):
@@ -209,6 +209,7 @@ class PeerLink:
     def _break_off(self) -> None:
         with self._lock:
             channels = list(self._channels)
+            self._channels.clear()
         for channel in channels:
             channel.close()
 
