@@ -119,6 +119,29 @@ def test_all_processes_of_an_engine_are_one_client_of_the_store(
     assert client_name("2c3d") != of_scheduler
 
 
+@pytest.mark.parametrize(
+    ("adapter", "instance", "asks"),
+    [(None, "", True), ("an adapter", "", False), ("an adapter", "p0.1", True)],
+)
+def test_only_what_a_server_of_ours_has_named_is_shared_of_an_adapter(
+    monkeypatch: pytest.MonkeyPatch, adapter: str | None, instance: str, asks: bool
+) -> None:
+    """Plain vLLM's block hashes stay the same where the files of an adapter were replaced."""
+    monkeypatch.delenv(INSTANCE_VARIABLE, raising=False)
+    if instance:
+        monkeypatch.setenv(INSTANCE_VARIABLE, instance)
+    asked: list[Any] = []
+    connector = StoreConnector.__new__(StoreConnector)
+    connector._scheduler = SimpleNamespace(  # type: ignore[assignment]
+        match=lambda *given: asked.append(given) or 5, allocated=lambda *given: asked.append(given)
+    )
+    request: Any = SimpleNamespace(lora_request=adapter)
+    matched = connector.get_num_new_matched_tokens(request, 0)
+    connector.update_state_after_alloc(request, object(), matched[0] or 0)  # type: ignore[arg-type]
+    assert matched == (5 if asks else 0, False)
+    assert len(asked) == (2 if asks else 0)
+
+
 @pytest.mark.parametrize("field", ["push_to", "pushed_from"])
 def test_a_handover_that_the_store_would_refuse_counts_as_none(field: str) -> None:
     """Plain vLLM passes a client's own on; the store ends a connection with what is no message."""

@@ -291,6 +291,12 @@ def test_all_in_memory_takes_one_round_trip(bench: Bench) -> None:
     assert bench.counted("promotion_arrived") == 0
 
 
+def test_a_request_that_shares_no_block_is_planned_without_one(bench: Bench) -> None:
+    plan = bench.side.plan(bench._output(bench.request(4), 0))
+    assert (plan.loads, plan.saves, bench.store.exchanges) == ([], [], [])
+    assert bench.counted("scheduled_requests") == 0
+
+
 def test_of_more_blocks_than_one_call_takes_the_first_are_asked_for(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

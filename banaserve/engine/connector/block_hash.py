@@ -1,7 +1,7 @@
 """Keys of KV blocks: vLLM's chained block hashes, valid for one fingerprint of model and layout.
 
-The fingerprint covers everything that determines the bytes of a block: weights, adapters,
-quantization, overrides, attention layout and hash seed.
+The fingerprint covers everything else that determines the bytes of a block: weights, quantization,
+overrides, attention layout and hash seed.
 """
 
 from __future__ import annotations

@@ -135,12 +135,15 @@ class StoreConnector(ConnectorBase):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        if not is_shared(request):
+            return 0, False
         return self._planner.match(request, num_computed_tokens), False
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self._planner.allocated(request, blocks, num_external_tokens)
+        if is_shared(request):
+            self._planner.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self._planner.plan(scheduler_output)
@@ -254,6 +257,15 @@ def client_name(engine_id: str | None) -> str:
     the store gives them to others only after all processes of this name are dead.
     """
     return os.environ.get(INSTANCE_VARIABLE, f"engine-{engine_id}")
+
+
+def is_shared(request: Request) -> bool:
+    """Return whether the hashes of a request's blocks cover all that the blocks depend on.
+
+    vLLM's cover the name and the path of an adapter, not its files. Only engines of a banaserve
+    server know each load of an adapter by a name of its own.
+    """
+    return request.lora_request is None or INSTANCE_VARIABLE in os.environ
 
 
 class StatesConnector(StoreConnector, SupportsHMA):

@@ -262,7 +262,9 @@ class StoreConnectorScheduler:
 
     def _count(self, output: SchedulerOutput) -> None:
         for new in output.scheduled_new_reqs:
-            num_prompt = self._tracked[new.req_id].request.num_prompt_tokens
+            if (tracked := self._tracked.get(new.req_id)) is None:
+                continue  # it shares no block
+            num_prompt = tracked.request.num_prompt_tokens
             computed = max(0, num_prompt - new.num_computed_tokens)
             self.stats.add(
                 scheduled_requests=1,
