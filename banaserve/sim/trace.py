@@ -9,7 +9,7 @@ import csv
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from math import isfinite
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +33,8 @@ _OF_TRACES = 2
 """Number of pairs of keys that traces have; the others are of logs, which also have failures."""
 _EPOCH_S, _EPOCH_MS = 1e9, 1e11
 """Least time since 1970 that is taken for one in seconds and in milliseconds."""
+_MAX_TIME = 1e14
+"""Maximum time in s or ms; larger ones are in other units."""
 KNOWN_KEYS = (
     "give t (s), timestamp (ms) or time (s, or a date), with input_length and output_length or "
     "prompt_tokens and completion_tokens"
@@ -69,7 +71,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[Arrival]:
     """
     rows = (
         Arrival(time_s(where, record), *lengths(where, record), _hash_ids(where, record))
-        for where, record in trace_records(path, limit)
+        for where, record in islice(trace_records(path), limit)
     )
     found = sorted(rows, key=lambda row: row.at_s)
     if not found:
@@ -99,14 +101,14 @@ def cut(prompt: int, output: int, max_tokens: int | None) -> tuple[int, int]:
     return min(prompt, max_tokens - output), output
 
 
-def trace_records(path: Path, limit: int | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the first ``limit`` requests of a trace or log as they are there, with their places.
+def trace_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the requests of a trace or log as they are there, with their places.
 
     Raises:
         UserError: The file cannot be read, or a line is neither an object nor a row of a table.
     """
     is_table = path.name.removesuffix(".zst").endswith(".csv")
-    for where, record in _table(path, limit) if is_table else read_objects(path, limit):
+    for where, record in _table(path) if is_table else read_objects(path):
         if isinstance(usage := record.get("usage"), dict):
             record = {**record, **usage}
         if not _is_without_answer(record):
@@ -122,7 +124,7 @@ def _is_without_answer(record: Mapping[str, Any]) -> bool:
 
 def has_time(record: Mapping[str, Any]) -> bool:
     """Return whether a request has a time of arrival."""
-    return any(key in record for key in _TIMES)
+    return any(record.get(key) is not None for key in _TIMES)
 
 
 def has_lengths(record: Mapping[str, Any]) -> bool:
@@ -164,29 +166,25 @@ def time_s(where: str, record: Mapping[str, Any]) -> float:
     """Return the time of arrival of a request at the place ``where``, in seconds.
 
     Raises:
-        UserError: There is none, or it is neither a number of 0 or more nor a date.
+        UserError: There is none, or it is neither a number in s or ms, of 0 or more, nor a date.
     """
     key = next((one for one in _TIMES if one in record), "t")
-    value = record.get(key)
+    value: Any = record.get(key)
     if isinstance(value, str):
-        return _read_time_s(where, key, value.strip())
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise UserError(f"{where}: no arrival time in t (s), timestamp (ms) or time (s, or a date)")
-    return _seconds(key, value)
-
-
-def _seconds(key: str, value: float) -> float:
+        try:
+            value = float(value)
+        except ValueError:
+            return _date_s(where, key, value.strip())
+    if type(value) not in (int, float) or not 0 <= value <= _MAX_TIME:
+        raise UserError(
+            f"{where}: no arrival time in t (s), timestamp (ms) or time (s, or a date): "
+            f"{key} is {_shown(value)}"
+        )
     is_ms = value >= _EPOCH_MS or (key == "timestamp" and value < _EPOCH_S)
     return value / 1000 if is_ms else float(value)
 
 
-def _read_time_s(where: str, key: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if isfinite(value) and value >= 0:
-        return _seconds(key, value)
+def _date_s(where: str, key: str, text: str) -> float:
     try:
         at = datetime.fromisoformat(text)
     except ValueError as error:
@@ -206,20 +204,20 @@ def _hash_ids(where: str, record: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _table(path: Path, limit: int | None) -> Iterator[tuple[str, dict[str, str]]]:
+def _table(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
     try:
-        lines = unpacked(path).decode().splitlines()
+        lines = unpacked(path).decode("utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is no text: {error.reason}") from error
     table = csv.reader(lines)
     try:
-        yield from _table_rows(path, table, limit)
+        yield from _table_rows(path, table)
     except csv.Error as error:
         line = table.line_num + 1
         raise UserError(f"{path}, line {line}: no line of a table: {error}") from None
 
 
-def _table_rows(path: Path, table: Any, limit: int | None) -> Iterator[tuple[str, dict[str, str]]]:
+def _table_rows(path: Path, table: Any) -> Iterator[tuple[str, dict[str, str]]]:
     heading: list[str] = next(table, [])
     pair = _pair(dict.fromkeys(heading))
     if pair is None:
@@ -227,12 +225,8 @@ def _table_rows(path: Path, table: Any, limit: int | None) -> Iterator[tuple[str
     for column in pair:
         if column not in heading:
             raise UserError(f"{path}, line 1: there is no column {column}")
-    count = 0
     for cells in table:
-        if limit is not None and count >= limit:
-            return
         if cells:
-            count += 1
             cells += [""] * (len(heading) - len(cells))
             yield f"{path}, line {table.line_num}", dict(zip(heading, cells, strict=False))
 

@@ -120,7 +120,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     folder = tmp_path_factory.mktemp("tokenizer")
     made.save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text("{}")
     return folder
 
 

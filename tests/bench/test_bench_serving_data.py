@@ -51,6 +51,10 @@ def items(
             {"prompt_tokens": 7, "output_tokens": 2, "at_s": 1.5, "block_ids": (3, 4)},
         ),
         ({"input_length": 7, "output_length": 2, "t": 3}, {"prompt_tokens": 7, "at_s": 3}),
+        (
+            {"input_length": 7, "output_length": 2, "timestamp": 1795867201},
+            {"at_s": 1795867201.0},
+        ),
         ({"input_length": 7, "output_length": 2}, {"prompt_tokens": 7, "at_s": None}),
         (
             {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]},
@@ -125,7 +129,13 @@ def test_azure_csv_is_in_utc_wherever_it_is_read(
             "a.jsonl",
             '{"input_length": 1, "output_length": 1, "t": "x"}',
             None,
-            "the field t is not a number",
+            "line 1: t is 'x': give a date",
+        ),
+        (
+            "a.jsonl",
+            f'{{"input_length": 1, "output_length": 1, "t": {"9" * 400}}}',
+            None,
+            "line 1: no arrival time in t (s), timestamp (ms)",
         ),
         (
             "a.jsonl",
@@ -188,15 +198,18 @@ def test_answers_without_a_length(tmp_path: Path, words: Words) -> None:
     assert item.output_tokens == 5
 
 
-def test_traces_keep_their_order_and_their_prefixes(tmp_path: Path, words: Words) -> None:
+def test_traces_have_the_order_of_their_arrivals_and_their_prefixes(
+    tmp_path: Path, words: Words
+) -> None:
     rows = [
-        {"timestamp": n * 1000, "input_length": 20, "output_length": 3, "hash_ids": [0, n]}
-        for n in range(6)
+        {"timestamp": n * 1000, "input_length": 20, "output_length": n, "hash_ids": [0, n]}
+        for n in (1, 5, 3, 2, 4, 6)
     ]
     path = jsonl(tmp_path / "trace.jsonl", *rows)
     first = items(words, 3, dataset=str(path), trace_block_tokens=12)
     second = items(words, 3, place=1, dataset=str(path), trace_block_tokens=12)
-    assert [item.at_s for item in first + second] == [0, 1, 2, 3, 4, 5]
+    times = [(item.at_s, item.output_tokens) for item in first + second]
+    assert times == [(n, n) for n in range(1, 7)]
     prompts = [item.prompt for item in first + second]
     assert {len(prompt) for prompt in prompts} == {20}
     assert len({tuple(prompt[:12]) for prompt in prompts}) == 1
@@ -219,6 +232,11 @@ def test_what_is_too_long_is_cut(tmp_path: Path, words: Words) -> None:
     assert (made.prompt_tokens, made.is_cut) == (10, True)
     [short] = items(words, 1, dataset="random", output_tokens=90, max_output_tokens=7)
     assert (short.output_tokens, short.is_cut) == (7, False)
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"cannot read the tokenizer {tmp_path}/tokenizer.json"):
+        Words.of(tmp_path)
 
 
 def test_made_up_prompts_as_text_have_the_length_too(words: Words) -> None:

@@ -91,6 +91,7 @@ def test_a_chrome_trace_has_every_step_and_request(
     [
         ([], "give a case, a trace or a dataset"),
         (["bursts", "--seeds", "0"], "seeds is 0"),
+        (["TRACE", "--seeds", "2"], "--seeds has no effect on a trace's own arrivals: leave it"),
         (["alpaca", "--rps", "2", "--pd", "4"], "give P:D"),
         (["alpaca", "--rps", "2", "--pd", "1:1", "--instances", "4"], "one of --pd, --instances"),
         (["alpaca", "--rps", "2", "--pd", "1:1", "--colocated", "4"], "one of --pd, --instances"),
@@ -104,8 +105,11 @@ def test_a_chrome_trace_has_every_step_and_request(
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
-    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    argv: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"t": 0, "input_length": 1, "output_length": 1}\n')
+    argv = [str(trace) if word == "TRACE" else word for word in argv]
     assert main(["simulate", *argv]) == 2
     shown = capsys.readouterr()
     assert words in shown.err

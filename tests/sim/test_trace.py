@@ -49,7 +49,8 @@ def test_json_lines_in_either_unit_of_time(tmp_path: Path) -> None:
 
 def test_azures_table(tmp_path: Path) -> None:
     path = tmp_path / "conv.csv"
-    path.write_text(AZURE + "2023-11-16 18:15:50.9951690,396,109\n")
+    lines = AZURE + "2023-11-16 18:15:50.9951690,396,109\n"
+    path.write_text(lines.replace("\n", "\r\n"), encoding="utf-8-sig")  # as Windows writes it
     first, second = read_trace(path)
     assert first == Arrival(0.0, 374, 44)
     assert second.at_s == pytest.approx(4.314579, abs=1e-5)
@@ -65,24 +66,24 @@ def test_azures_table_with_an_offset_from_utc(tmp_path: Path) -> None:
 
 
 LOG = (
+    '{"time": "2026-11-28T12:00:02Z", "usage": {"prompt_tokens": 50, "completion_tokens": 0}}',
     '{"time": "2026-11-28T12:00:01Z", "usage": {"prompt_tokens": 30, "completion_tokens": 4}}',
     '{"time": "2026-11-28T12:00:00Z", "usage": {"prompt_tokens": 10, "completion_tokens": 3}}',
-    '{"time": "2026-11-28T12:00:02Z", "usage": {"prompt_tokens": 50, "completion_tokens": 0}}',
 )
 FRONT_DOOR = [
     f'{{"arrived_at_s": {at_s}, "prompt_tokens": {prompt}, "output_tokens": {output}, {end}}}'
     for at_s, prompt, output, end in (
         (1795867201.0, 30, 4, '"end": "stop"'),
-        (1795867200.0, 10, 3, '"end": "stop"'),
         (1795867202.0, 50, 9, '"end": ""'),
+        (1795867200.0, 10, 3, '"end": "stop"'),
         (1795867202.0, 50, 0, '"end": "error"'),
     )
 ]
 TABLE = (
     "ts,model,prompt_tokens,completion_tokens",
     "1795867201.0,m,30,4",
-    "1795867200.0,m,10,3",
     "1795867202.0,m,50,0",
+    "1795867200.0,m,10,3",
 )
 
 
@@ -101,7 +102,8 @@ TABLE = (
 def test_logs_with_token_counts_without_what_failed(tmp_path: Path, name: str, text: str) -> None:
     path = tmp_path / name
     path.write_text(text)
-    assert read_trace(path) == [Arrival(0.0, 10, 3), Arrival(1.0, 30, 4)]
+    for limit in (None, 2):
+        assert read_trace(path, limit) == [Arrival(0.0, 10, 3), Arrival(1.0, 30, 4)]
     assert read_lengths(path) == [(30, 4), (10, 3)]
 
 
@@ -147,6 +149,8 @@ def test_what_is_too_long_is_cut(prompt: int, output: int, expected: tuple[int, 
         ("t.jsonl", GOOD + "[]\n", "line 2: not a JSON object"),
         ("t.jsonl", GOOD + '{"input_length": 1, "output_length": 1}', "line 2: no arrival time"),
         ("t.jsonl", GOOD + '{"t": -1, "input_length": 1}', "line 2: no arrival time in t"),
+        ("t.jsonl", GOOD + f'{{"t": {"9" * 400}, "input_length": 1}}', "line 2: no arrival time"),
+        ("t.jsonl", GOOD + '{"ts": "1795867201000000000"}', "or a date): ts is 1.795867201e+18"),
         ("t.jsonl", GOOD + '{"t": NaN, "input_length": 1}', "line 2: not a JSON object"),
         ("t.jsonl", GOOD + '{"t": 1, "output_length": 1}', "line 2: input_length is None"),
         (
@@ -169,7 +173,7 @@ def test_what_is_too_long_is_cut(prompt: int, output: int, expected: tuple[int, 
         ("t.csv", HEADING, "holds no request"),
         ("t.csv", "time,model\n1,m\n", "line 1: there are no columns of lengths: give t (s)"),
         ("t.csv", "prompt_tokens,completion_tokens\n1,1\n", "line 2: no arrival time"),
-        ("t.csv", "t,prompt_tokens,completion_tokens\nnan,1,1\n", "line 2: t is 'nan'"),
+        ("t.csv", "t,prompt_tokens,completion_tokens\nnan,1,1\n", "line 2: no arrival time"),
         ("t.json", f"[{GOOD.strip()}, 3]", "is not a list of JSON objects"),
         ("t.json", f'[{GOOD.strip()}, {{"t": 1}}]', "object 2: no lengths: give t (s)"),
         ("t.jsonl", '{"time": "now", "prompt_tokens": 1, "completion_tokens": 1}', "time is 'now'"),

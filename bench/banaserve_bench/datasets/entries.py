@@ -25,7 +25,7 @@ import msgspec
 
 from banaserve.base.errors import UserError
 from banaserve.base.text.records import read_records, unpacked
-from banaserve.sim.trace import read_trace
+from banaserve.sim.trace import has_time, read_trace, time_s
 from banaserve_bench.datasets.files import prompt_of, prompt_templates
 
 _REQUIRED = {
@@ -120,9 +120,6 @@ def _entry(
 
 
 def _traced(record: Mapping[str, Any], where: str, source: str) -> DatasetEntry:
-    at = record.get("t", record.get("timestamp"))
-    if at is not None and (isinstance(at, bool) or not isinstance(at, int | float)):
-        _refuse(where, "t" if "t" in record else "timestamp", "is not a number")
     ids = record.get("hash_ids", [])
     if not isinstance(ids, list) or not all(isinstance(one, int) for one in ids):
         _refuse(where, "hash_ids", "is not a list of whole numbers")
@@ -130,7 +127,7 @@ def _traced(record: Mapping[str, Any], where: str, source: str) -> DatasetEntry:
         source=source,
         prompt_tokens=_count(record, "input_length", where),
         output_tokens=_count(record, "output_length", where),
-        at_s=at if "t" in record or at is None else at / 1000,
+        at_s=time_s(where, record) if has_time(record) else None,
         block_ids=tuple(ids),
     )
 

@@ -93,11 +93,19 @@ class Words:
         self._tokenizer = tokenizer
 
     @classmethod
-    def of(cls, model_path: str) -> Self:
-        """Return the words of the model in the folder ``model_path``."""
+    def of(cls, model_path: str | Path) -> Self:
+        """Return the words of the model in the folder ``model_path``.
+
+        Raises:
+            UserError: The folder has no ``tokenizer.json``, or it is none.
+        """
         from tokenizers import Tokenizer
 
-        return cls(Tokenizer.from_file(str(Path(model_path) / "tokenizer.json")))
+        file = Path(model_path) / "tokenizer.json"
+        try:
+            return cls(Tokenizer.from_file(str(file)))
+        except Exception as error:  # the tokenizers package raises bare Exception
+            raise UserError(f"cannot read the tokenizer {file}: {error}") from error
 
     def count(self, text: str) -> int:
         return len(self.encode(text))
@@ -145,6 +153,8 @@ class Dataset:
         self._files = None if name in MADE_UP else _files(wanted)
         kind = name if name in NAMED else None
         self._entries = [e for file in self._files or () for e in read_entries(file, kind)]
+        if self.has_times:  # a log may be in the order of the ends
+            self._entries.sort(key=lambda entry: entry.at_s or 0.0)
 
     @property
     def has_times(self) -> bool:
@@ -155,8 +165,8 @@ class Dataset:
         """Return ``count`` requests; equal arguments give equal requests.
 
         Made-up prompts share nothing with those of another ``seed``, which may be in caches
-        already. Traces keep their order: the cell at ``place`` gets the ``place``-th section of
-        ``count`` requests, or the first section if the trace ends before.
+        already. Traces are in the order of their arrivals: the cell at ``place`` gets the
+        ``place``-th section of ``count`` requests, or the first one if the trace ends before.
         """
         entries = islice(self._chosen(count, seed, place), count)
         return [self._item(entry, seed, number) for number, entry in enumerate(entries)]

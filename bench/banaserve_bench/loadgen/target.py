@@ -7,15 +7,12 @@ import json
 import urllib.error
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from banaserve.base import models
 from banaserve.base.errors import UserError
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve_bench.loadgen.metrics_page import fetch
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,30 +94,18 @@ async def try_out(client: OpenAiClient, call: CompletionCall) -> None:
     raise UserError(f"a first request failed: {record.error}{hint}")
 
 
-def load_tokenizer(target: ServerUnderTest, given: str | None) -> Tokenizer:
-    """Return the tokenizer of the served model: ``given``, else where the server has its model.
+def find_tokenizer(target: ServerUnderTest, given: str | None) -> Path:
+    """Return the folder of the served model's tokenizer: ``given``, else where the server has it.
 
     Raises:
-        UserError: The tokenizer cannot be found or read.
+        UserError: The tokenizer cannot be found.
     """
-    from tokenizers import Tokenizer
-
-    name = given or next(
-        (
-            name
-            for name in (target.root, target.model)
-            if name and (name in models.NAMES or (Path(name) / "tokenizer.json").is_file())
-        ),
-        None,
+    for name in (given,) if given else (target.root, target.model):
+        if name and (Path(name) / "tokenizer.json").is_file():
+            return Path(name)
+        if name and (given or name in models.NAMES):
+            return Path(models.resolve(name, None, lambda line: print(line, flush=True)).path_or_id)
+    raise UserError(
+        f"the tokenizer of {target.model} is not on this machine: give a folder or a Hugging "
+        "Face id with --tokenizer"
     )
-    if name is None:
-        raise UserError(
-            f"the tokenizer of {target.model} is not on this machine: give a folder or a Hugging "
-            "Face id with --tokenizer"
-        )
-    folder = Path(models.resolve(name, None, lambda line: print(line, flush=True)).path_or_id)
-    file = folder / "tokenizer.json"
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # the tokenizers package raises bare Exception
-        raise UserError(f"cannot read {file}: {error}") from error

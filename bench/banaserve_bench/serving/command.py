@@ -39,7 +39,7 @@ from banaserve_bench.loadgen.arrivals import KINDS
 from banaserve_bench.loadgen.client import CompletionCall, OpenAiClient
 from banaserve_bench.loadgen.loops import run_fast
 from banaserve_bench.loadgen.modelled_time import modelled_time
-from banaserve_bench.loadgen.target import ServerUnderTest, find_target, load_tokenizer, try_out
+from banaserve_bench.loadgen.target import ServerUnderTest, find_target, find_tokenizer, try_out
 from banaserve_bench.results import result
 from banaserve_bench.results.figure_text import NO_VALUE, interval_text
 from banaserve_bench.results.result import ModelledTime
@@ -108,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
     given = parse(argv)
     plan = _plan(given)
     target = find_target(given.url, given.model, given.api_key)
-    words = Words(load_tokenizer(target, given.tokenizer))
+    words = Words.of(find_tokenizer(target, given.tokenizer))
     dataset = Dataset(_wanted(given, target), words)
     if given.arrival == "trace" and not dataset.has_times:
         raise UserError(f"{given.dataset} has no arrival times: give another --arrival")

@@ -125,6 +125,8 @@ def _compare(
     if options.seeds < 1:
         raise UserError(f"seeds is {options.seeds}: give 1 or more")
     first = planned.seed if options.seed is None else options.seed
+    if options.seeds > 1 and not planned.is_drawn:
+        raise UserError("--seeds has no effect on a trace's own arrivals: leave it out")
     trace = None
     if options.chrome_trace is not None:
         trace = ChromeTrace()

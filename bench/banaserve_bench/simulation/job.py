@@ -190,6 +190,7 @@ class SimulationJob:
     Attributes:
         requests: Function that yields the requests of a seed.
         expected_requests: Approximate number of requests, for a progress bar.
+        is_drawn: True if another seed gives other requests.
         seed: First seed if none is asked for.
         case: Case whose goals are checked; None for none.
     """
@@ -201,6 +202,7 @@ class SimulationJob:
     requests: Callable[[int], Iterator[SimRequest]]
     expected_requests: int
     limits: LatencyLimits
+    is_drawn: bool = True
     events: tuple[Event, ...] = ()
     seed: int = 0
     case: Case | None = None
@@ -262,9 +264,9 @@ def _of_case(asked: AskedSystem, case: Case, profile: Profile | None) -> Simulat
         case.requests,
         case.expected_requests,
         limits,
-        case.events,
-        case.seed,
-        case,
+        events=case.events,
+        seed=case.seed,
+        case=case,
     )
 
 
@@ -289,7 +291,7 @@ def _of_load(asked: AskedSystem, profile: Profile | None) -> SimulationJob:
     profile = profile or profiles.load(asked.profile or DEFAULT_PROFILE)
     for name in asked.systems:
         check_known("system", name, KINDS)
-    requests, expected, about = _load(asked, profile)
+    requests, expected, about, is_drawn = _load(asked, profile)
     return SimulationJob(
         Path(asked.target).name or "lengths",
         about,
@@ -298,6 +300,7 @@ def _of_load(asked: AskedSystem, profile: Profile | None) -> SimulationJob:
         requests,
         expected,
         _limits(asked, LatencyLimits()),
+        is_drawn,
     )
 
 
@@ -324,7 +327,7 @@ def _system(name: str, asked: AskedSystem) -> System:
 
 def _load(
     asked: AskedSystem, profile: Profile
-) -> tuple[Callable[[int], Iterator[SimRequest]], int, str]:
+) -> tuple[Callable[[int], Iterator[SimRequest]], int, str, bool]:
     kind = asked.arrivals or ("trace" if _has_times(asked) else "poisson")
     most = profile.model.max_context_tokens
     if asked.variation is not None and kind != "bursts":
@@ -343,8 +346,7 @@ def _load(
         about = f"{len(rows)} requests in {lasts_s:.0f} s"
         if num_cut:
             about += f", {num_cut} of them cut to the model's context of {most} tokens"
-        # A trace is the same for every seed.
-        return lambda seed: requests_of(rows, speed, most), len(rows), about
+        return lambda seed: requests_of(rows, speed, most), len(rows), about, False
     if asked.rps is None:
         why = "" if asked.target in ("", *DATASETS) else f"{asked.target} has no times: "
         raise UserError(f"{why}give the mean rate of the arrivals with --rps")
@@ -364,7 +366,7 @@ def _load(
     draws = Random(0)
     if share := sum(sum(pair(draws)) > most for _ in range(_DRAWN)) / _DRAWN:
         about += f", about {share:.1%} of them cut to the model's context of {most} tokens"
-    return lambda seed: arriving(arrivals, pair, seed, most), expected, about
+    return lambda seed: arriving(arrivals, pair, seed, most), expected, about, True
 
 
 def _given(value: float | None, usual: float) -> float:
@@ -375,7 +377,6 @@ def _has_times(asked: AskedSystem) -> bool:
     """Return whether the first request has an arrival; the rest is checked when it is read."""
     if asked.target in ("", *DATASETS):
         return False
-    # Without a limit: that would also count requests without an answer, which are left out.
     first = next(trace_records(Path(asked.target)), None)
     if first is None:
         raise UserError(f"{asked.target} holds no request")

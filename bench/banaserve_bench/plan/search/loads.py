@@ -39,13 +39,10 @@ def read_loads(planned: SimulationJob, seeds: range) -> PlanLoads:
         UserError: A load has too few requests or lasts no time, or more than a few requests are
             longer than the context.
     """
-    drawn = [_rows(planned, seed) for seed in (seeds.start, seeds.start + 1)]
-    are_windows = drawn[0] == drawn[1]
-    if are_windows:
-        loads = _windows(drawn[0], len(seeds) + 1)
+    if planned.is_drawn:
+        loads = [_rows(planned, seed) for seed in range(seeds.start, seeds.stop + 1)]
     else:
-        later = range(seeds.start + 2, seeds.stop + 1)
-        loads = [*drawn, *(_rows(planned, seed) for seed in later)]
+        loads = _windows(_rows(planned, seeds.start), len(seeds) + 1)
     if min(map(len, loads)) < LEAST_REQUESTS:
         raise UserError(
             f"{planned.name} gives {min(map(len, loads))} requests for one of {len(loads)} loads: "
@@ -62,7 +59,7 @@ def read_loads(planned: SimulationJob, seeds: range) -> PlanLoads:
             f"{share:.0%} of the requests are longer than the context of {planned.profile.name}, "
             f"{most} tokens: give another --profile"
         )
-    return PlanLoads(loads[0], loads[1:], are_windows)
+    return PlanLoads(loads[0], loads[1:], not planned.is_drawn)
 
 
 def cut_share(rows: Rows, most: int) -> float:
