@@ -81,11 +81,6 @@ def findings_in(document: Path) -> Iterator[Finding]:
                 yield Finding(document, number, problem)
 
 
-def code_names(text: str) -> list[tuple[str, str]]:
-    """Return file and name of everything of the form ``file.py:name`` in ``text``."""
-    return _CODE_NAME.findall(text)
-
-
 def code_problem(path: str, name: str) -> str:
     """Return why ``path:name`` names nothing, or ""."""
     source = next(

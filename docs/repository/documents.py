@@ -47,7 +47,6 @@ OTHERS = {
 def findings() -> Iterator[Finding]:
     """Yield names in documents that nothing has, and pages that the site lacks."""
     yield from _named_files()
-    yield from _arrows()
     yield from _glossary()
     yield from _options()
     for document in check.documents():
@@ -83,29 +82,14 @@ def _named_files() -> Iterator[Finding]:
     yield from too_few(ARCHITECTURE, seen, 50, "names of files")
 
 
-def _arrows() -> Iterator[Finding]:
-    seen = []
-    for number, line in enumerate(ARCHITECTURE.read_text().splitlines(), start=1):
-        if arrow := re.fullmatch(r" +\w+->>\w+: (.*)", line):
-            seen.append(arrow)
-            names = [f"{path}:{name}" for path, name in check.code_names(arrow[1])]
-            if names != [arrow[1]]:  # whether there is such a function asks docs.check
-                yield Finding(ARCHITECTURE, number, "an arrow names one function, and no more")
-    yield from too_few(ARCHITECTURE, seen, 20, "arrows")
-
-
 def _glossary() -> Iterator[Finding]:
     seen = []
     for number, row in enumerate(GLOSSARY.read_text().splitlines(), start=1):
         if not re.fullmatch(r"\| .* \|", row) or row.startswith(("| ---", "| Word")):
             continue
         seen.append(row)
-        places = re.findall(r"`([\w/]+\.py)(?::[\w.]+)?`", row.split(" | ")[-1])
-        if not places:
+        if not re.search(r"`[\w/]+\.py(?::[\w.]+)?`", row.split(" | ")[-1]):
             yield Finding(GLOSSARY, number, "the word has no place in the code")
-        for place in places:
-            if not any((top / place).is_file() for top in (ROOT / "banaserve", ROOT)):
-                yield Finding(GLOSSARY, number, f"there is no {place}")
     yield from too_few(GLOSSARY, seen, 30, "words")
 
 

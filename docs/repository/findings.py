@@ -17,7 +17,7 @@ PACKAGES = (
 """Folders of the packages that are installed: the core, and those that need it."""
 PACKAGE = ROOT / "banaserve"
 CODE = (*PACKAGES, "benchmarks")
-"""Folders whose code the rules on words, uses of vLLM and circles hold for."""
+"""Folders whose code the rules on words and uses of vLLM hold for."""
 Node = TypeVar("Node", bound=ast.AST)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from banaserve.base.errors import UserError
 from banaserve_bench.results import result
 from benchmarks import pictures, results_page
-from docs.repository.findings import ROOT, Finding, at, too_few
+from docs.repository.findings import ROOT, Finding, at
 
 RESULTS = results_page.RESULTS
 README = ROOT / "README.md"
@@ -28,17 +28,12 @@ QUOTED = (
 )
 """Figures that README's table shows, with their form there: result, figure, form."""
 STALE_WORDS = "the measured code has changed since"
-MAX_BYTES = 300_000
 MIN_WORDS = 6
 _SPACE = "{http://www.w3.org/2000/svg}"
 
 
 def findings() -> Iterator[Finding]:
     """Yield files that are no results, and figures and pictures of README that are of others."""
-    paths = sorted(RESULTS.rglob("*.json"))
-    yield from too_few(RESULTS, paths, 20, "results")
-    for path in paths:
-        yield from result_findings(path)
     try:
         stale = results_page.stale_results(RESULTS)
         results_page.page(RESULTS, stale)
@@ -47,14 +42,6 @@ def findings() -> Iterator[Finding]:
     else:
         yield from quoted_findings(README.read_text(), stale)
     yield from _pictures()
-
-
-def result_findings(path: Path) -> Iterator[Finding]:
-    try:
-        if not result.read(path).figures:
-            yield Finding(path, 1, "has no figures")
-    except UserError as error:
-        yield Finding(path, 1, str(error))
 
 
 def quoted_findings(readme: str, stale: Collection[Path] | None) -> Iterator[Finding]:
@@ -96,5 +83,3 @@ def _pictures() -> Iterator[Finding]:
     for words, path in shown:
         if len(words.split()) < MIN_WORDS:
             yield at(README, path, "the picture has no words for those who do not see it")
-        if (ROOT / path).is_file() and (ROOT / path).stat().st_size >= MAX_BYTES:
-            yield at(README, path, f"{path} has more than {MAX_BYTES:,} bytes")

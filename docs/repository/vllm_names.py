@@ -1,6 +1,7 @@
 """Uses of vLLM: names of its modules only in ``engine/compat``, hooks only as its list has them.
 
-Import contracts find imports elsewhere, and mypy checks all other uses against the installed vLLM.
+Import contracts find imports elsewhere, ruff private names of other objects, and mypy checks all
+other uses against the installed vLLM.
 """
 
 from __future__ import annotations
@@ -21,14 +22,6 @@ SET = {name for names in SET_ATTRIBUTES.values() for name in names.split()}
 OF_STARLETTE = {"app.state.server", "app.middleware_stack"}
 SERVER_TO_RUN = "vllm.entrypoints.openai.api_server"
 """The documented command of vLLM's own server."""
-OF_OTHERS = {
-    "REGISTRY._collector_to_names",  # prometheus_client's, which lists its collectors nowhere else
-    "os._exit",
-    "parser._actions",  # argparse's
-    "sample._replace",  # a named tuple's
-    "ssl._create_unverified_context",
-    "torch.ops.mkldnn._is_mkldnn_bf16_supported",
-}
 NEAR_VLLM = (
     "banaserve/cli",
     "banaserve/engine",
@@ -86,24 +79,14 @@ def outside_findings(path: Path) -> Iterator[Finding]:
 
 
 def near_findings(path: Path) -> Iterator[Finding]:
-    """Yield private names of other objects, and hooks into vLLM, outside of compat."""
-    own = _functions(path)
+    """Yield hooks into vLLM outside of compat."""
     for node in _attributes(path, ast.Load):
-        text, value = ast.unparse(node), ast.unparse(node.value)
         if node.attr in HOOKED and PRIVATE.fullmatch(node.attr):
-            # A subclass would come by it through self.
-            yield Finding(path, node.lineno, f"{text} is a private name of vLLM")
-        elif PRIVATE.fullmatch(node.attr) and not (
-            value in ("self", "cls") or text in OF_OTHERS or node.attr in own
-        ):
-            yield Finding(path, node.lineno, f"{text} is a private name of another object")
+            # A subclass would come by it through self, which ruff permits.
+            yield Finding(path, node.lineno, f"{ast.unparse(node)} is a private name of vLLM")
     for node in _attributes(path, ast.Store):
         if node.attr in HOOKED and ast.unparse(node.value) != "self":
             yield Finding(path, node.lineno, f"{ast.unparse(node)} replaces a part of vLLM")
-    for call in _calls(path, "setattr"):
-        name = call.args[1]
-        if isinstance(name, ast.Constant) and name.value in HOOKED:
-            yield Finding(path, call.lineno, f"{ast.unparse(call)} replaces a part of vLLM")
 
 
 def _attributes(path: Path, context: type[ast.expr_context]) -> Iterator[ast.Attribute]:
@@ -114,8 +97,3 @@ def _calls(path: Path, function: str) -> Iterator[ast.Call]:
     for call in nodes_of(path, ast.Call):
         if isinstance(call.func, ast.Name) and call.func.id == function:
             yield call
-
-
-def _functions(path: Path) -> set[str]:
-    found = {node.name for node in nodes_of(path, ast.FunctionDef)}
-    return found | {node.name for node in nodes_of(path, ast.AsyncFunctionDef)}

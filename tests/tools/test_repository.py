@@ -16,7 +16,6 @@ from docs.repository import (
     dashboard,
     documents,
     kubernetes,
-    packages,
     results,
     vllm_names,
     waits,
@@ -122,10 +121,7 @@ def test_entries_of_docstrings(entry: str, said: list[str], tmp_path: Path) -> N
         (vllm_names.use_findings, "_wrap(Core, 'never', f)", ["_wrap(Core, 'never', f), and"]),
         (vllm_names.outside_findings, "import vllm_other\nx = 'vllm'", []),
         (vllm_names.outside_findings, "x = 'vllm.v1.core'", ["names vllm.v1.core, outside"]),
-        (vllm_names.near_findings, "self._x\ncls._y\nos._exit\nx.__class__", []),
-        (vllm_names.near_findings, "core._x", ["core._x is a private name of another object"]),
         (vllm_names.near_findings, "self._handle_shutdown", ["self._handle_shutdown is a private"]),
-        (vllm_names.near_findings, "setattr(x, 'y', f)", []),
     ],
 )
 def test_uses_of_vllm(
@@ -141,11 +137,11 @@ def test_uses_of_vllm(
 def test_replacing_a_part_of_vllm_outside_of_compat(tmp_path: Path) -> None:
     name = min(vllm_names.HOOKED)
     path = tmp_path / "engine.py"
-    path.write_text(f"core.{name} = f\nsetattr(core, '{name}', f)\nself.{name} = f\n")
-    assert [one.line for one in vllm_names.near_findings(path)] == [1, 2]
+    path.write_text(f"core.{name} = f\nself.{name} = f\n")
+    assert [one.line for one in vllm_names.near_findings(path)] == [1]
 
 
-# Documents and packages ---------------------------------------------------------------------------
+# Documents ----------------------------------------------------------------------------------------
 
 
 def test_names_of_commands_in_a_document(tmp_path: Path) -> None:
@@ -160,14 +156,6 @@ def test_names_of_commands_in_a_document(tmp_path: Path) -> None:
         (3, "there is no `make bench NAME= stal`"),
         (5, "there is no `banaserve bench servin`"),
     ]
-
-
-def test_packages_of_a_lock() -> None:
-    text = "# by uv\na-b==1.0 \\\n    --hash=sha256:1\nc==2 ; python_version < '3.12'\n"
-    found = packages.blocks(text)
-    assert [*found] == ["a-b", "c"]
-    assert "--hash=sha256:1" in found["a-b"]
-    assert "--hash" not in found["c"]
 
 
 # Containers ---------------------------------------------------------------------------------------
@@ -194,10 +182,7 @@ def test_services(changes: dict[str, Any], said: str) -> None:
     [
         ("", "", ""),
         ("USER 10001:10001", "USER root", "does not run as 10001:10001"),
-        ("--start-period", "--interval", "no health check with a start period"),
         ("127.0.0.1:8000/", "127.0.0.1:8000/v1", "probes no path that is open"),
-        ("COPY --from=build /opt/banaserve", "COPY --from=build /", "copies more than"),
-        ("slim", "latest", ""),
     ],
 )
 @pytest.mark.parametrize("image", containers.IMAGES, ids=lambda path: path.name)
@@ -205,15 +190,6 @@ def test_images(old: str, new: str, said: str, image: Path) -> None:
     text = image.read_text().replace(old, new) if old else image.read_text()
     found = told(containers.image_findings(image, text))
     assert [said in line for line in found] == [True] * bool(said), found
-
-
-@pytest.mark.parametrize("tag", ["", ":latest"])
-def test_an_image_of_no_version(tag: str) -> None:
-    image = containers.IMAGES[0]
-    text = "FROM python" + tag + "\n" + image.read_text().partition("\n")[2]
-    assert any(
-        "is not one version" in line for line in told(containers.image_findings(image, text))
-    )
 
 
 def test_pods() -> None:
