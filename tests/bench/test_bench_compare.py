@@ -85,6 +85,8 @@ def test_chosen() -> None:
     assert given[1].options == ("--colocated", "3", "--routing-option", "a=b c")
     with pytest.raises(UserError, match="did you mean static-pd"):
         chosen_systems(["static"], 2)
+    with pytest.raises(UserError, match="--system mine='--pd: No closing quotation"):
+        chosen_systems(["mine='--pd"], 2)
     with pytest.raises(UserError, match="each system once"):
         chosen_systems(["static-pd", "static-pd=--pd 1:1"], 2)
 
@@ -171,6 +173,11 @@ def test_prefixes_are_followed_by_a_balancer_over_plain_engines() -> None:
     assert (parsed.colocated, parsed.kv_store, system.num_servers) == (1, False, 3)
     assert system.policy in replica_policies.names()
     assert "3 servers behind route --policy cache_aware" in system.told()
+
+
+def test_no_more_answers_are_compared_than_there_are() -> None:
+    assert compare_options.parse(["--requests", "3"], None).check == 3
+    assert compare_options.parse([], None).check == 4
 
 
 def test_a_file_is_kept_under_its_own_name(tmp_path: Path) -> None:

@@ -310,6 +310,7 @@ def test_a_cell_that_is_all_warm_up_is_none(bench: Any, tmp_path: Path) -> None:
         (("--arrival", "closed", "--requests", "9", "--concurrency", "1.5"), "a whole number"),
         (("--dataset", "multi-turn", "--sessions", "0"), "--sessions: '0': give a whole number"),
         (("--dataset", "shared-prefix", "--prefixes", "0"), "--prefixes: '0': give a whole number"),
+        (("--requests", "1", "--prefix-tokens", "-5"), "--prefix-tokens -5: give 0 or more"),
         (("--prompt-tokens", "-5"), "--prompt-tokens: '-5': give a whole number above 0"),
         (("--trace-block-tokens", "0"), "--trace-block-tokens: '0': give a whole number"),
         (("--rps", "1", "--duration", "nan"), "--duration: nan: give a number, 0 or more"),

@@ -89,6 +89,8 @@ def parse(argv: Sequence[str], about: str | None) -> argparse.Namespace:
         raise UserError("--duration 0: give more than 0 s")
     if given.requests is None and given.duration is None:
         given.requests = 16
+    if given.requests is not None:
+        given.check = min(given.check, given.requests)
     if not 0 < given.dilate < float("inf"):
         raise UserError(f"--dilate {given.dilate:g}: give more than 0")
     return given

@@ -103,14 +103,17 @@ def chosen_systems(words: Sequence[str], num_instances: int) -> list[ServerSyste
     """Return the systems that ``words`` name: known ones, or ``NAME=OPTIONS`` of serve.
 
     Raises:
-        UserError: An unknown name, or a name twice.
+        UserError: An unknown name, a name twice, or a quote that does not end.
     """
     known = known_systems(num_instances)
     found: list[ServerSystem] = []
     for word in words or known:
         name, equals, options = word.partition("=")
         if equals:
-            found.append(ServerSystem(name, tuple(shlex.split(options)), "as given"))
+            try:
+                found.append(ServerSystem(name, tuple(shlex.split(options)), "as given"))
+            except ValueError as error:
+                raise UserError(f"--system {word}: {error}") from None
         else:
             check_known("system", name, known)
             found.append(known[name])

@@ -266,7 +266,13 @@ def _wanted(given: argparse.Namespace, target: ServerUnderTest) -> WantedLengths
 
 
 def wanted_lengths(given: argparse.Namespace, dataset: str, **more: Any) -> WantedLengths:
-    """Return what the options of ``add_lengths`` say, and ``more``."""
+    """Return what the options of ``add_lengths`` say, and ``more``.
+
+    Raises:
+        UserError: The length of a prefix is below 0.
+    """
+    if given.prefix_tokens < 0:
+        raise UserError(f"--prefix-tokens {given.prefix_tokens}: give 0 or more")
     return WantedLengths(
         dataset=dataset,
         data=given.data,
