@@ -61,8 +61,8 @@ def items(
             {"text": "Hi", "output_text": "Ho"},
         ),
         (
-            {"conversations": [{"from": "gpt", "value": "?"}, {"from": "human", "value": "Hi"}]},
-            {"text": "Hi", "output_text": None},
+            {"conversations": [{"from": by, "value": by} for by in ("gpt", "user", "gpt")]},
+            {"text": "user", "output_text": "gpt"},
         ),
         ({"instruction": "Do", "input": "it", "output": "ok"}, {"text": "Do\n\nit"}),
         ({"prompt": "Read", "max_gen": 32}, {"text": "Read", "output_tokens": 32}),
@@ -76,6 +76,13 @@ def test_formats(tmp_path: Path, row: object, entry: dict[str, object]) -> None:
         [found] = read_entries(path)
         assert found.source == f"{path.name}:1"
         assert {name: getattr(found, name) for name in entry} == entry
+
+
+def test_conversations_without_a_question_or_an_answer_are_left_out(tmp_path: Path) -> None:
+    turns = [{"from": by, "value": by} for by in ("gpt", "human", "gpt")]
+    rows = [{"conversations": some} for some in ([], turns[:1], turns[:2], turns)]
+    [found] = read_entries(jsonl(tmp_path / "a.jsonl", *rows))
+    assert (found.source, found.text, found.output_text) == ("a.jsonl:4", "human", "gpt")
 
 
 def test_azure_csv(tmp_path: Path) -> None:
@@ -146,8 +153,8 @@ def test_azure_csv_is_in_utc_wherever_it_is_read(
         ("a.jsonl", '{"prompt": "x"}', "alpaca", "line 1: the field instruction is missing"),
         ("a.jsonl", '{"prompt": "x", "output": 3}', None, "the field output is not a text"),
         ("a.jsonl", '{"prompt": "x", "max_gen": "3"}', None, "the field max_gen is '3'"),
-        ("a.jsonl", '{"conversations": "x"}', None, "conversations is not a list"),
-        ("a.jsonl", '{"conversations": []}', None, "has no turn"),
+        ("a.jsonl", '{"conversations": "x"}', None, "conversations is no list"),
+        ("a.jsonl", '{"conversations": []}', None, "holds no requests"),
         ("a.jsonl", '{"answer": "x"}', None, "line 1: none of the fields"),
         ("a.jsonl", '{"prompt": 3}', None, "line 1: the field prompt is not a text"),
         ("a.jsonl", "", None, "holds no requests"),

@@ -8,7 +8,8 @@ Formats, distinguished by file name and fields (each file may be compressed, ``.
             and hash_ids (a number a block of the prompt, equal for equal prefixes)
                                                                  Mooncake and other traces
             conversations: [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}]
-                                                                 ShareGPT: the first two turns
+                                                                 ShareGPT: the first question with
+                                                                 its answer; left out without both
             prompt | question | text | instruction + input | context + input
             with output (text), or output_length or max_gen (tokens)
                                                                  Alpaca, LongBench, your own
@@ -27,6 +28,7 @@ from banaserve.base.errors import UserError
 from banaserve.base.text.records import read_records, unpacked
 from banaserve.sim.trace import has_time, read_trace, time_s
 from banaserve_bench.datasets.files import prompt_of, prompt_templates
+from banaserve_bench.simulation.lengths import first_turns
 
 _REQUIRED = {
     "alpaca": ("instruction",),
@@ -88,7 +90,11 @@ def _objects(path: Path, kind: str | None) -> Iterator[DatasetEntry]:
         for field in _REQUIRED.get(kind or "", ()):
             if field not in record:
                 _refuse(where, field, f"is missing, and {kind} has it")
-        yield _entry(record, path, where, f"{path.name}:{number}", templates)
+        source = f"{path.name}:{number}"
+        if (turns := record.get("conversations")) is None:
+            yield _entry(record, path, where, source, templates)
+        elif all(texts := first_turns(where, turns)):
+            yield DatasetEntry(source=source, text=texts[0], output_text=texts[1])
 
 
 def _list(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -104,9 +110,6 @@ def _entry(
 ) -> DatasetEntry:
     if "input_length" in record:
         return _traced(record, where, source)
-    if "conversations" in record:
-        question, answer = _turns(record["conversations"], where)
-        return DatasetEntry(source=source, text=question, output_text=answer)
     try:
         text = prompt_of(record, path, templates)
     except KeyError as error:
@@ -130,19 +133,6 @@ def _traced(record: Mapping[str, Any], where: str, source: str) -> DatasetEntry:
         at_s=time_s(where, record) if has_time(record) else None,
         block_ids=tuple(ids),
     )
-
-
-def _turns(turns: Any, where: str) -> tuple[str, str | None]:
-    """Return the first question of a conversation and the answer that follows it."""
-    if not isinstance(turns, list) or not all(
-        isinstance(turn, dict) and isinstance(turn.get("value"), str) for turn in turns
-    ):
-        _refuse(where, "conversations", "is not a list of objects with a text in value")
-    asked = [n for n, turn in enumerate(turns) if turn.get("from") in ("human", "user")]
-    if not asked:
-        _refuse(where, "conversations", 'has no turn with "from": "human"')
-    values = [turn["value"] for turn in turns[asked[0] :]]
-    return values[0], values[1] if len(values) > 1 else None
 
 
 def _count(record: Mapping[str, Any], field: str, where: str) -> int:

@@ -95,7 +95,7 @@ def _texts(where: str, record: Mapping[str, Any]) -> tuple[str, str]:
     """Return prompt and answer of an object; each may be empty."""
     prompt: Any
     if (turns := record.get("conversations")) is not None:
-        return _first_turns(where, turns)
+        return first_turns(where, turns)
     if isinstance(instruction := record.get("instruction"), str):
         prompt = instruction + str(record.get("input") or "")
         answer = record.get("output")
@@ -110,8 +110,12 @@ def _texts(where: str, record: Mapping[str, Any]) -> tuple[str, str]:
     return prompt, answer
 
 
-def _first_turns(where: str, turns: Any) -> tuple[str, str]:
-    """Return the first question of a conversation and the turn after it."""
+def first_turns(where: str, turns: Any) -> tuple[str, str]:
+    """Return the first question of a conversation and the turn after it; "" for what is missing.
+
+    Raises:
+        UserError: ``turns`` is no list of turns.
+    """
     try:
         values = [(turn["from"], turn["value"]) for turn in turns]
     except (TypeError, KeyError, IndexError):
