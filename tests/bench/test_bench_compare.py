@@ -245,3 +245,7 @@ def cell(load: float, seed: int) -> Summary:
         is_warm_up=False, source="", prompt_tokens=1, output_tokens=2, is_cut=False, record=record
     )
     return summarize(CellId(load, seed), [sent], Slo(), 0.0)
+
+
+def test_prompts_that_a_server_does_not_count_have_the_weight_of_what_was_sent() -> None:
+    assert cell(1.0, 0).metrics["weighted_tokens_per_s"] == pytest.approx((1 + 2 * 2) / 0.2)

@@ -117,7 +117,7 @@ def summarize(cell: CellId, sent: Sequence[Sent], slo: Slo, client_cpu_fraction:
     records = [one.record for one in counted]
     succeeded = [record for record in records if record.error is None]
     samples = _samples(succeeded)
-    metrics = _throughput(records, succeeded, slo)
+    metrics = _throughput(counted, slo)
     for name, values in samples.items():
         if values:
             metrics[f"{name}_mean"] = sum(values) / len(values)
@@ -152,9 +152,9 @@ def _samples(succeeded: Sequence[RequestRecord]) -> dict[str, list[float]]:
     }
 
 
-def _throughput(
-    records: Sequence[RequestRecord], succeeded: Sequence[RequestRecord], slo: Slo
-) -> dict[str, float]:
+def _throughput(counted: Sequence[Sent], slo: Slo) -> dict[str, float]:
+    records = [one.record for one in counted]
+    succeeded = [one for one in counted if one.record.error is None]
     if not records:
         return {}
     arrivals = [record.arrival_s for record in records]
@@ -166,18 +166,23 @@ def _throughput(
     offered_s = max(arrivals) - min(arrivals)
     if offered_s > 0 and records[0].due_at_s is not None:
         found["offered_per_s"] = (len(records) - 1) / offered_s
-    ends = [record.ended_at_s for record in succeeded if record.ended_at_s is not None]
+    ends = [one.record.ended_at_s for one in succeeded if one.record.ended_at_s is not None]
     span_s = max(ends, default=0.0) - min(arrivals)
     if not ends or span_s <= 0:
         return found
-    output = sum(output_tokens(record) for record in succeeded)
-    prompt = sum(record.prompt_tokens or 0 for record in succeeded)
+    output = sum(output_tokens(one.record) for one in succeeded)
+    prompt = sum(map(_prompt_tokens, succeeded))
     return found | {
         "requests_per_s": len(succeeded) / span_s,
         "goodput_per_s": good / span_s,
         "output_tokens_per_s": output / span_s,
         "weighted_tokens_per_s": (prompt + 2 * output) / span_s,
     }
+
+
+def _prompt_tokens(sent: Sent) -> int:
+    """Return the number of prompt tokens: by the server's count, else as they were sent."""
+    return sent.record.prompt_tokens or sent.prompt_tokens
 
 
 def _lengths(counted: Sequence[Sent]) -> dict[str, float]:
@@ -189,7 +194,7 @@ def _lengths(counted: Sequence[Sent]) -> dict[str, float]:
         for one in counted
         if one.record.due_at_s is not None
     ]
-    prompt = [one.record.prompt_tokens or one.prompt_tokens for one in done]
+    prompt = list(map(_prompt_tokens, done))
     cached = [one.record.cached_tokens for one in done if one.record.cached_tokens is not None]
     found = {
         "prompt_tokens_mean": sum(prompt) / len(done),
