@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -10,6 +13,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from banaserve.base import models
 from banaserve.base.config.serve_config import ServeConfig
 from banaserve.base.errors import UserError
 from banaserve.cli.serve.command_line import parse_serve_argv
@@ -173,6 +177,22 @@ def test_prefixes_are_followed_by_a_balancer_over_plain_engines() -> None:
     assert (parsed.colocated, parsed.kv_store, system.num_servers) == (1, False, 3)
     assert system.policy in replica_policies.names()
     assert "3 servers behind route --policy cache_aware" in system.told()
+
+
+def test_a_start_of_a_server_can_be_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.contextmanager
+    def interrupted(*_: Any) -> Iterator[None]:
+        signal.raise_signal(signal.SIGINT)
+        yield
+
+    model = models.ResolvedModel("m", str(tmp_path), "m")
+    monkeypatch.setattr(command, "_resolved", lambda given: model)
+    monkeypatch.setattr(command.Words, "of", lambda folder: None)
+    monkeypatch.setattr(command, "banaserve_server", interrupted)
+    with pytest.raises(UserError, match="interrupted: what is complete is kept"):
+        command.main(["--out", str(tmp_path), "--workload", "random"])
 
 
 def test_no_more_answers_are_compared_than_there_are() -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -136,7 +137,7 @@ def main(argv: Sequence[str]) -> int:
     started_at = datetime.now(UTC)
     try:
         asyncio.run(_run(given, systems, workloads, model))
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, KeyboardInterrupt):
         _write(given, systems, workloads, started_at)
         raise UserError(
             f"interrupted: what is complete is kept in {given.out}; the same command goes on there"
@@ -182,6 +183,8 @@ async def _run(
     workloads: Sequence[Workload],
     model: models.ResolvedModel,
 ) -> None:
+    # Ctrl-C while a server starts: asyncio's own handler waits for the next await.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     reference = await _reference(given, workloads, model)
     clock = StretchedClock(given.dilate)
     for system in systems:
@@ -190,9 +193,9 @@ async def _run(
             print(f"{system.name}: complete", flush=True)
             continue
         print(f"{system.name}: {system.question}", flush=True)
-        with TemporaryDirectory(prefix="bench-") as folder, stopped_by_signals():
+        with TemporaryDirectory(prefix="bench-") as folder:
             log = Path(folder) / "decisions.jsonl"
-            with _server(given, system, log) as server:
+            with _server(given, system, log) as server, stopped_by_signals():
                 async with OpenAiClient(
                     server.url, model.served_name, return_token_ids=True, clock=clock
                 ) as client:
@@ -280,7 +283,7 @@ async def _reference(
     name = model.served_name
     options = [*_SAME, *REFERENCE.options, "--served-model-name", name]
     options += _SMALL if given.profile is not None else given.serve_option
-    with stopped_by_signals(), banaserve_server(model.path_or_id, *options) as server:
+    with banaserve_server(model.path_or_id, *options) as server, stopped_by_signals():
         async with OpenAiClient(server.url, name, return_token_ids=True) as client:
             for workload in workloads:
                 calls = _checked_calls(given, workload)
