@@ -22,26 +22,17 @@ FOLDERS = (
     *("banaserve", "bench", "benchmarks", "csrc", "docs", "examples", "plugins", "route"),
     "tests",
 )
-OTHERS = {
-    # Of pip and of vLLM, which banaserve passes on.
-    *("--extra-index-url", "--no-deps", "--no-build-isolation", "--require-hashes", "--dtype"),
-    *(
-        "--kv-transfer-config",
-        "--kv-events-config",
-        "--scheduler-cls",
-        "--ssl-ciphers",
-        "--quantization",
-    ),
-    *("--scheduling-policy", "--compilation-config", "--no-enable-prefix-caching"),
-    *("--max-num-queued-reqs", "--max-num-queued-tokens"),
-    *("--gpu-memory-utilization", "--kv-cache-memory-bytes"),
-    *("--enable-prompt-tokens-details", "--enforce-eager", "--no-enforce-eager"),
-    "--attention-backend",
-    # Of the checker of another vLLM, which is no command.
-    "--cache",
-    *("--otlp-traces-endpoint", "--enable-feature"),  # of vLLM, and of Prometheus
-}
-"""Options that documents name and that no command of banaserve takes."""
+_OF_OTHERS = """
+    --extra-index-url --no-deps --no-build-isolation --require-hashes
+    --dtype --kv-transfer-config --kv-events-config --scheduler-cls --ssl-ciphers --quantization
+    --scheduling-policy --compilation-config --no-enable-prefix-caching --max-num-queued-reqs
+    --max-num-queued-tokens --gpu-memory-utilization --kv-cache-memory-bytes --attention-backend
+    --enable-prompt-tokens-details --enforce-eager --no-enforce-eager --otlp-traces-endpoint
+    --cache --enable-feature
+"""
+OTHERS = set(_OF_OTHERS.split())
+"""Options that documents name and no command of banaserve takes: of pip, of vLLM, which banaserve
+passes on, of the checker of another vLLM, and of Prometheus."""
 
 
 def findings() -> Iterator[Finding]:
@@ -109,7 +100,7 @@ def _options() -> Iterator[Finding]:
             yield Finding(*place, f"no command takes {option}")
     for option in sorted(OTHERS - (named.keys() - taken)):
         words = f"no document names {option}, or a command takes it"
-        yield at(Path(__file__), f'"{option}"', words)
+        yield at(Path(__file__), option, words)
 
 
 def names_in(document: Path) -> Iterator[Finding]:
