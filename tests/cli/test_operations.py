@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -99,6 +100,19 @@ def test_a_move_that_ctrl_c_aborts_was_aborted_by_hand(
 class Client:
     def __init__(self, migrations: Interrupted) -> None:
         self.migrations = migrations
+
+
+@pytest.mark.parametrize(("ending", "code"), [("aborted", 0), ("failed", 1)])
+def test_an_abort_has_succeeded_if_the_restart_is_aborted(
+    ending: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    ended = RollingRestart("e1", ending, [], reason="why")
+    restarts: Any = Interrupted("never", ended)
+    restarts.last = lambda: [RollingRestart("e1", "running", [])]
+    monkeypatch.setattr(JsonOptions, "client", lambda _: SimpleNamespace(restarts=restarts))
+    assert main(["restart", "--abort"]) == code
+    shown = capsys.readouterr()
+    assert f"the restart {ending}: why" in (shown.err if code else shown.out)
 
 
 def test_status_keeps_an_error_apart_from_what_failed() -> None:

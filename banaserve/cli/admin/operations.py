@@ -54,6 +54,7 @@ def follow(
     failure: Callable[[State], str],
     waits: bool = True,
     aborts: bool = True,
+    goal: str = "done",
     code: int = 2,
 ) -> int:
     """Wait for the end of an operation, print the operation, and return the exit code.
@@ -61,11 +62,12 @@ def follow(
     Args:
         progress: Returns the line that describes a state; a changed line is printed unless empty,
             on a terminal with the seconds so far.
-        done: Returns the lines on an operation that was completed.
-        failure: Returns the error of one that was not.
+        done: Returns the lines on an operation that has ended in ``goal``.
+        failure: Returns the error of one that has not.
         waits: False to return at once.
         aborts: True if Ctrl-C aborts the operation and waits for its end, instead of leaving it.
-        code: Exit code of an operation that was not completed.
+        goal: Final state that the user wants.
+        code: Exit code of an operation that has ended in another state.
 
     Raises:
         UserError: The server cannot be reached.
@@ -97,11 +99,11 @@ def follow(
         say()
     if asked.as_json:
         print_json(state)
-    elif state.state == "done":
+    elif state.state == goal:
         print(done(state))
     elif state.is_open:
         print(f"{state.id}: {state.state}; `banaserve status` shows how far it is")
-    if state.is_open or state.state == "done":
+    if state.is_open or state.state == goal:
         return 0
     print_error(failure(state))
     return code
@@ -328,9 +330,10 @@ def restart(
         restarts,
         found,
         progress=lambda one: f"{one.state}: {one}" if one.is_open else "",
-        done=lambda one: f"{len(one.engines)} engines replaced in {one.seconds:.1f} s",
-        failure=_failure,
+        done=_ending if abort else _replaced,
+        failure=_ending,
         aborts=False,
+        goal="aborted" if abort else "done",
         code=1,
     )
 
@@ -341,7 +344,11 @@ def _path(model: str) -> str:
     return str(folder.absolute()) if model and folder.is_dir() else model
 
 
-def _failure(found: RollingRestart) -> str:
+def _replaced(found: RollingRestart) -> str:
+    return f"{len(found.engines)} engines replaced in {found.seconds:.1f} s"
+
+
+def _ending(found: RollingRestart) -> str:
     words = f"the restart {found.state}: {found.reason}"
     names = [one.instance for one in found.engines if one.state == "taken back"]
     return words + (f"; {', '.join(names)} went back to what was" if names else "")
