@@ -222,6 +222,9 @@ class Pipe:
     def setsockopt(self, *_):
         self.ends.append("reset")
 
+    def fileno(self):
+        return -1
+
     def get_write_buffer_size(self):
         return self.unread
 
