@@ -16,6 +16,19 @@ from banaserve.orchestrator.control.move_policies import registry as migration_p
 from banaserve.orchestrator.control.routing import registry as routing_policies
 from banaserve.transport import registry as transports
 
+_LIKENESS = 0.83
+"""Least likeness of a misspelt option to one of ours: that of ``--prot`` to ``--port``."""
+_VLLMS = frozenset(
+    (
+        "--decode-context-parallel-size",
+        "--device-ids",
+        "--nnodes",
+        "--prefill-context-parallel-size",
+        "--scheduler-cls",
+    )
+)
+"""Options of vLLM that resemble ours as much."""
+
 
 def parse_serve_argv(argv: Sequence[str]) -> ServeConfig:
     """Parse the words after ``banaserve serve``.
@@ -61,11 +74,14 @@ def _check_instances(known: argparse.Namespace) -> None:
 
 
 def _catch_misspelt(parser: ServeParser, unknown: Sequence[str]) -> None:
-    """Refuse an unknown option that resembles one of ours: it is no option of vLLM."""
+    """Refuse an unknown option that resembles one of ours: vLLM would only after it has loaded."""
     for word in unknown:
+        name = word.partition("=")[0].replace("_", "-")
+        if not name.startswith("--") or name in _VLLMS:
+            continue
         # An option of ours for one role ends like an option of vLLM, which remains vLLM's.
-        likely = [name for name in parser.options() if not name.endswith(word[1:])]
-        if word.startswith("--") and (near := difflib.get_close_matches(word, likely, 1, 0.87)):
+        likely = [own for own in parser.options() if own == name or not own.endswith(name[1:])]
+        if near := difflib.get_close_matches(name, likely, 1, _LIKENESS):
             raise UserError(f"unknown option {word}; did you mean {near[0]}?")
 
 
