@@ -336,19 +336,25 @@ def test_a_unit_whose_kv_cannot_be_mapped_leaves_nothing_behind(
     assert not transports[0]._opened  # type: ignore[attr-defined]
 
 
-def test_a_region_that_opens_once_only_is_closed_again(
-    host: HostKv, transports: tuple[Transport, Transport], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [PeerGoneError("gone"), OSError(errno.EMFILE, "no room")])
+def test_a_region_that_opens_once_only_fails_the_move_alone(
+    host: HostKv,
+    transports: tuple[Transport, Transport],
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     link = Link(transports[0], transports[1].offer(NUM_BLOCKS * 9 * PAGE, 1))
     open_region, opened = transports[0].open, []
 
     def once(*arguments: Any) -> Any:
         if opened:
-            raise PeerGoneError("gone")
+            raise error
         opened.append(open_region(*arguments))
         return opened[0]
 
     monkeypatch.setattr(transports[0], "open", once)
-    with pytest.raises(GuestLostError, match="out of reach: gone"):
+    with pytest.raises(MigrationError, match=r"out of reach: .*(gone|no room)"):
         build(host, link)
+    assert link.asked == ["Build", "ReleaseUnit"]
+    assert not link.given_up
     assert not transports[0]._opened  # type: ignore[attr-defined]

@@ -45,31 +45,27 @@ def build_in_guest(
         dirty_blocks: Blocks that are to be copied soon.
 
     Raises:
-        MigrationError: The guest refuses.
+        MigrationError: The guest refuses, or its KV cannot be opened.
         GuestLostError: The guest is gone.
     """
     began_s = time.perf_counter()
     built = link.ask(unit.build_request(), messages.Built, BUILD_TIMEOUT_S, may_wait=True)
     runs = {name: kv.runs(unit.heads(name)) for name in unit.names}
-    residence: UnitLocation | None = None
+    remote: RemoteKv | None = None
     try:
         if built.landing_bytes:
-            remote: RemoteKv = StagedRemoteKv(
-                link, unit.unit_id, built.region, runs, built.landing_bytes
-            )
+            remote = StagedRemoteKv(link, unit.unit_id, built.region, runs, built.landing_bytes)
         else:
             remote = RemoteKv(link.transport, built.region, built.places, runs)
-        residence = UnitLocation(unit.unit_id, link, remote, built.weight_bytes)
-        residence.saves = built.saves
         remote.warm(dirty_blocks.ids())
-    except TransportError as error:
-        if residence is not None:
-            residence.kv.close()
-        raise link.give_up(f"its KV is out of reach: {error}") from error
-    except OSError as error:
-        if residence is not None:
-            residence.leave()
-        raise MigrationError(f"its KV cannot be mapped here: {error.strerror}") from error
+    except (TransportError, OSError) as error:
+        if remote is not None:
+            remote.close()
+        # A guest that still answers is not given up: it may serve other units.
+        link.ask(messages.ReleaseUnit(unit.unit_id), messages.StepsDone)
+        raise MigrationError(f"its KV is out of reach: {error}") from error
+    residence = UnitLocation(unit.unit_id, link, remote, built.weight_bytes)
+    residence.saves = built.saves
     time_hook.built(unit.modules, time.perf_counter() - began_s)
     return residence
 

@@ -64,7 +64,7 @@ class RemoteKv:
         self._bulk = _Connection(transport, descriptor)
         try:
             self._urgent = _Connection(transport, descriptor)
-        except TransportError:
+        except (TransportError, OSError):
             self._bulk.close()
             raise
 
