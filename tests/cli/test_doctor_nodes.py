@@ -42,6 +42,15 @@ def test_a_node(report: NodeReport, status: CheckStatus, words: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("problem", "detail"),
+    [("node a:1: Connection refused", "Connection refused"), ("node a:1 is gone", "is gone")],
+)
+def test_the_name_of_a_node_is_said_once(problem: str, detail: str) -> None:
+    finding = check_node(NodeReport("a:1", None, problem=problem), HAS.version, HAS.python)
+    assert (finding.name, finding.detail) == ("node a:1", detail)
+
+
+@pytest.mark.parametrize(
     ("measured", "status", "words"),
     [
         (LinkMeasured(2e-4, 1.25e9), OK, "0.20 ms there and back, 10.0 Gbit/s"),

@@ -85,7 +85,8 @@ def check_node(node: NodeReport, version: str, python: str) -> Finding:
     name, found = f"node {node.name}", node.found
     if found is None:
         advice = "run `banaserve node` there, with this cluster's key, and open its port"
-        return failed(name, node.problem, advice)
+        problem = node.problem.removeprefix(f"{name}: ").removeprefix(f"{name} ")
+        return failed(name, problem, advice)
     has = f"{len(found.gpus)} GPUs, " if found.gpus else ""
     has += f"{found.num_processors} cores, {format_size(found.memory_bytes)} available"
     if found.version != version:
