@@ -54,7 +54,7 @@ class Engine:
 
     Attributes:
         calls: Methods that were called, without looks, in their order.
-        held: Phases that do not end by themselves.
+        held: Phases, and "connecting" of guests, that do not end by themselves.
         faults: A method's reply, or a phase's end: the reason that it fails with.
         lost_answers: Methods that do their work and answer with an error.
         still: Methods that the host does not come to, as if it were stopped.
@@ -126,7 +126,8 @@ class Engine:
 
     def _attach(self, addresses: list[dict[str, str]]) -> Plain:
         self.attached.append(addresses)
-        self.guests[addresses[0]["guest_id"]] = {"state": "ready", "reason": ""}
+        state = "connecting" if "connecting" in self.held else "ready"
+        self.guests[addresses[0]["guest_id"]] = {"state": state, "reason": ""}
         return answered(None)
 
     def _detach(self, guest_id: str) -> Plain:

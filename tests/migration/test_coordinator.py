@@ -238,6 +238,16 @@ async def test_abort_leaves_everything_at_home(cluster, held):
     assert len(cluster.launcher.processes) == 1
 
 
+async def test_abort_does_not_wait_for_a_guest_that_starts(cluster):
+    cluster.engine.held = {"connecting"}
+    migration = await cluster.coordinator.begin(LAYERS)
+    await until(lambda: cluster.engine.attached)
+    cluster.coordinator.abort(migration.id)
+    await cluster.coordinator.wait(migration.id)
+    assert (migration.state, migration.error) == ("aborted", "")
+    await until(lambda: not list(cluster.coordinator.guests))
+
+
 async def test_abort_of_one_that_waits_needs_no_turn(cluster):
     cluster.engine.held = {"preparing"}
     first = await cluster.coordinator.begin(LAYERS)

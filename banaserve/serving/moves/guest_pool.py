@@ -9,7 +9,7 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from banaserve.base.config.serve_config import LEAST_GUEST_SHARE
@@ -167,9 +167,18 @@ class GuestPool:
         return None
 
     async def start(
-        self, instance: Instance, target: InstanceId, link: HostClient, move_id: str
+        self,
+        instance: Instance,
+        target: InstanceId,
+        link: HostClient,
+        move_id: str,
+        check: Callable[[], None],
     ) -> GuestHandle:
         """Start a guest for a move of ``instance``'s modules, and let its host connect to it.
+
+        Args:
+            check: Function that raises an exception if the move is no longer wanted, called until
+                the guest is ready.
 
         Raises:
             MigrationError: The guest could not be started or reached.
@@ -189,7 +198,7 @@ class GuestPool:
             self._watches.add(watch)
             watch.add_done_callback(self._watches.discard)
             await link.ask_workers(call(MigrationApi.banaserve_migration_attach, addresses))
-            await self._until_ready(guest, link)
+            await self._until_ready(guest, link, check)
             if (fraction := self.share_of(guest)) < 1.0:
                 await guest.tell_share(link, fraction)
         except BaseException:
@@ -233,10 +242,13 @@ class GuestPool:
             rendezvous="" if rank is None else f"{place.folder}/{guest_id}.ranks",
         )
 
-    async def _until_ready(self, guest: GuestHandle, link: HostClient) -> None:
+    async def _until_ready(
+        self, guest: GuestHandle, link: HostClient, check: Callable[[], None]
+    ) -> None:
         loop = asyncio.get_running_loop()
         until_s = loop.time() + timeout_s("starting", 0)
         while loop.time() < until_s:
+            check()
             status = await link.ask_workers(call(MigrationApi.banaserve_migration_status, False))
             known = status.guests.get(guest.id)
             if known is not None and known.state is LinkState.READY:

@@ -88,7 +88,9 @@ class MigrationTask:
             loads_weights = self.planned.modules.loads_weights
             guest = self.guests.free_for(host.id, target, loads_weights=loads_weights)
             if guest is None:
-                guest = await self.guests.start(host, target, self._link, move_id)
+                guest = await self.guests.start(
+                    host, target, self._link, move_id, self._check_abort
+                )
             guest.moves.add(move_id)
             self._guest = guest
 
