@@ -43,6 +43,6 @@ def create(name: str, options: TransportOptions) -> Transport:
             return TorchDistributedTransport(options)
         from banaserve.transport.backends.nixl import NixlTransport
     except ImportError as error:
-        package = "`pip install banaserve[nixl]`" if name == NIXL else "torch"
+        package = "`pip install nixl`" if name == NIXL else "torch"
         raise UserError(f"transport {name} needs {package}: {error}") from None
     return NixlTransport(options, CudaGpu(options.device) if options.in_gpu_memory else None)

@@ -101,7 +101,7 @@ def mooncake_master() -> Iterator[Peer]:
     """Run a master of Mooncake Store on free ports of the loopback."""
     spec = find_spec("mooncake")
     if spec is None or spec.origin is None:
-        raise UserError("Mooncake is not installed: pip install 'banaserve-mooncake[client]'")
+        raise UserError("Mooncake is not installed: pip install './plugins/mooncake[client]'")
     port = free_port()
     command = [str(Path(spec.origin).with_name("mooncake_master")), f"--rpc_port={port}"]
     command += ["--rpc_address=127.0.0.1", "--rpc_thread_num=2"]

@@ -46,5 +46,5 @@ def test_a_url_says_everything():
 
 def test_without_the_package_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(mooncake_config, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'banaserve-mooncake\[client\]'"):
+    with pytest.raises(UserError, match="pip install mooncake-transfer-engine"):
         MooncakeTier.from_url("mooncake://127.0.0.1:1")

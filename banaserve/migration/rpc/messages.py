@@ -75,7 +75,7 @@ class GuestAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return CudaIpcTransport(options)
         if self.transport != NIXL:
             raise RefusedError(
-                "the guest is on another machine: install banaserve[nixl] on both and give "
+                "the guest is on another machine: `pip install nixl` on both, and give "
                 "--migration-transport nixl"
             )
         return create(NIXL, msgspec.structs.replace(options, in_gpu_memory=True))

@@ -346,7 +346,7 @@ def _import_ray() -> Any:
         import ray
     except ModuleNotFoundError:
         raise UserError(
-            "--cluster needs Ray on this machine and on the nodes: pip install 'banaserve[ray]'"
+            "--cluster needs Ray beside banaserve, here and on the nodes: pip install ray"
         ) from None
     return ray
 

@@ -95,7 +95,7 @@ def check_installed() -> None:
     """
     if find_spec("mooncake") is None:
         raise UserError(
-            "the mooncake tier needs Mooncake: pip install 'banaserve-mooncake[client]'"
+            "the mooncake tier needs Mooncake: pip install mooncake-transfer-engine-non-cuda"
         )
     try:
         # Mooncake links to this library for every protocol, tcp included.

@@ -1,7 +1,6 @@
 """Records of requests: spans for OpenTelemetry, lines for the decision log. No prompt text.
 
-The SDK is an extra (``pip install banaserve[tracing]``); without it the W3C trace context is passed
-on unchanged.
+The SDK is optional (extra ``tracing``); without it the W3C trace context is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -139,8 +138,8 @@ class Spans:
             processor = processor or _exporting(url)
         except ImportError as error:
             raise UserError(
-                "traces need OpenTelemetry: pip install 'banaserve[tracing]', or leave the "
-                "setting out"
+                "traces need OpenTelemetry: pip install opentelemetry-sdk "
+                "opentelemetry-exporter-otlp-proto-http, or leave the setting out"
             ) from error
         resource = Resource({"service.name": "banaserve-route", "banaserve.region": region})
         self._provider = TracerProvider(resource=resource)
