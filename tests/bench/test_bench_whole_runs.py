@@ -68,7 +68,7 @@ def test_a_client_sends_its_next_request_when_the_last_one_has_ended() -> None:
 
 @pytest.mark.skipif(_HAS_PACKAGE, reason="the package is there")
 def test_without_the_package_the_error_says_what_to_install() -> None:
-    with pytest.raises(UserError, match=r"pip install 'banaserve\[plan\]'"):
+    with pytest.raises(UserError, match=r"pip install 'banaserve-bench\[plan\]'"):
         read_runs()
 
 

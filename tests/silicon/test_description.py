@@ -71,7 +71,7 @@ def test_a_wrong_description_is_one_error(described: Path, text: str, error: str
 @pytest.mark.skipif(find_spec("aiconfigurator_core") is not None, reason="the package is there")
 def test_without_the_package_the_error_says_what_to_install(described: Path) -> None:
     described.write_text(_HEAD + _ERROR + _PACKAGE)
-    with pytest.raises(UserError, match=r"pip install 'banaserve\[plan\]'"):
+    with pytest.raises(UserError, match=r"pip install 'banaserve-bench\[plan\]'"):
         read(described)
 
 
