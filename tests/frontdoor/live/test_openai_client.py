@@ -435,18 +435,21 @@ def test_a_cancelled_stream_ends_long_before_its_end_and_frees_its_blocks(server
 
 
 def test_a_client_that_leaves_during_prefill_frees_its_blocks(server, poll):
-    body = json.dumps({"model": MODEL, "prompt": numbered_tokens(8, 1000), "max_tokens": 9})
+    # So many that some are left to compute when the client leaves, also on a fast machine.
+    prompts = [numbered_tokens(first, 1000) for first in range(200, 232)]
+    body = json.dumps({"model": MODEL, "prompt": prompts, "max_tokens": 9})
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     decoded = server.metric("banaserve_scheduled_requests_total", instance_id="d0")
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        gauges = "vllm:kv_cache_usage_perc", "banaserve_requests_in_flight"
         poll(
-            lambda: server.metric("vllm:kv_cache_usage_perc", instance_id="p0") > 0,
-            "a part of the prompt is computed",
+            lambda: all(server.metric(name, instance_id="p0") > 0 for name in gauges),
+            "a part of the prompts is computed",
         )
-        assert server.metric("banaserve_requests_in_flight", instance_id="p0") == 1
     poll(lambda: not busy(server), "all blocks and leases are free")
-    assert server.metric("banaserve_scheduled_requests_total", instance_id="d0") == decoded
+    decoded = server.metric("banaserve_scheduled_requests_total", instance_id="d0") - decoded
+    assert decoded < len(prompts)
 
 
 # What is refused ----------------------------------------------------------------------------------
