@@ -63,8 +63,9 @@ async def test_a_failed_lookup_changes_nothing_and_is_said_once() -> None:
     assert found(discovery) == ["http://10.0.0.1:8000"]
     assert said == [f"{NAME} cannot be looked up; going on with the addresses as before"]
     names.addresses = []
-    assert await discovery.look()
+    assert [await discovery.look() for _ in range(2)] == [True, False]
     assert found(discovery) == []
+    assert said[1:] == [f"dns+http://{NAME}:8000 has no address"]
 
 
 async def test_the_balancer_follows_the_addresses_and_keeps_what_stays(

@@ -63,7 +63,7 @@ class Discovery:
     ) -> None:
         self._given, self._log, self._lookups = settings, log, lookups
         self._found: dict[str, list[str]] = {}
-        self._failed: set[str] = set()
+        self._problems: dict[str, str] = {}
 
     @property
     def settings(self) -> BalancerSettings:
@@ -86,10 +86,12 @@ class Discovery:
         for name, found in zip((one.url for one in services), answers, strict=True):
             if isinstance(found, list):
                 self._found[name] = found
-                self._failed.discard(name)
-            elif name not in self._failed:
-                self._failed.add(name)
-                self._log(f"{found}; going on with the addresses as before")
+                problem = "" if found else f"{name} has no address"
+            else:
+                problem = f"{found}; going on with the addresses as before"
+            if problem and problem != self._problems.get(name):
+                self._log(problem)
+            self._problems[name] = problem
         return self._found != before
 
     async def _ask(self, one: ReplicaSettings) -> list[str] | str:
