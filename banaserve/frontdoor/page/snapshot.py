@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from banaserve.base.types import ObservedRequest
 from banaserve.contracts.control_api import DecisionRecord, InstanceStatus, MoveLine, ServerStatus
 from banaserve.contracts.migration_api import (
-    ContextModules,
     ExpertsModules,
     HeadsModules,
     Migration,
@@ -19,12 +18,6 @@ from banaserve.kvstore.stats import StoreStats
 
 _ENDED_SHOWN = 8
 _COPIED = ("precopy_bytes", "commit_bytes", "weight_bytes")
-
-_KINDS: Mapping[type, str] = {
-    HeadsModules: "heads",
-    ContextModules: "context",
-    ExpertsModules: "experts",
-}
 
 Mark = tuple[object, ...]
 
@@ -117,7 +110,7 @@ def _line_progress(line: MoveLine) -> records.MoveProgress:
 
 def modules_away(modules: UnitModules, at: str, words: str) -> records.ModulesAway:
     """Return the record of a unit that is away."""
-    return records.ModulesAway(_KINDS.get(type(modules), "layers"), at, words, spans_of(modules))
+    return records.ModulesAway(str(modules.__struct_config__.tag), at, words, spans_of(modules))
 
 
 def spans_of(modules: UnitModules) -> list[records.ShownLayers]:

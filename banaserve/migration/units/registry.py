@@ -1,7 +1,7 @@
 """Kinds of migration units. To add one: write its file, and list its kind here.
 
-No other code depends on the kind of a unit: the differences are methods of ``MigrationUnit``,
-``HostUnit`` or ``GuestUnit``.
+No other code that moves a unit depends on its kind: the differences are methods of
+``MigrationUnit``, ``HostUnit`` or ``GuestUnit``.
 """
 
 from __future__ import annotations

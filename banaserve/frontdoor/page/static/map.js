@@ -185,8 +185,7 @@ function drawAway(one, place) {
 }
 
 function strips(kind, heads, numHeads, y, height) {
-  if (kind === "context" || kind === "experts") return [[y + height / 2, height / 2]];
-  if (!heads.length) return [[y, height]];
+  if (!heads.length) return [kind === "layers" ? [y, height] : [y + height / 2, height / 2]];
   const each = height / numHeads;
   return heads.map((head) => [y + head * each, Math.max(1.5, each)]);
 }
