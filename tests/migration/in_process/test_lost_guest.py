@@ -119,6 +119,31 @@ def test_a_seeded_stream_goes_on_with_the_same_tokens(
     assert rig.agrees(rig.run(prompts, NUM_TOKENS, lose(), **seeded), expected)
 
 
+def test_log_probabilities_of_a_prompt_are_computed_again(
+    rig: Any, prompts: list[list[int]]
+) -> None:
+    """The only step of a short prompt is lost."""
+    guest = rig.guest()
+    expected = prompt_logprobs(rig, prompts[0])
+    rig.finish(rig.away(LAYERS, guest))
+    rig.kill(guest)
+    before = rig.do("status")["steps_lost"]
+    found = prompt_logprobs(rig, prompts[0])
+    assert rig.do("status")["steps_lost"] > before
+    assert len(found) == len(prompts[0]) - 1
+    assert found == pytest.approx(expected, abs=2e-4)
+
+
+def prompt_logprobs(rig: Any, prompt: list[int]) -> list[float]:
+    """The log probability of each of its tokens but the first."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, prompt_logprobs=0)
+    (answer,) = rig.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    pairs = zip(answer.prompt_logprobs, prompt, strict=True)
+    return [of_token[token].logprob for of_token, token in pairs if of_token is not None]
+
+
 @pytest.mark.parametrize("last_phase", ["preparing", "prepared", "copied"])
 def test_a_target_dies_before_commit_and_the_host_serves_on(
     rig: Any, prompts: list[list[int]], expected: Any, let_pass: Any, last_phase: str

@@ -218,6 +218,17 @@ def generators_of(runner: GPUModelRunner) -> dict[int, torch.Generator]:
     return found
 
 
+def prompt_logprobs_of(runner: GPUModelRunner) -> dict[str, int]:
+    """Return the runner's own record of prompts whose log probabilities are not complete.
+
+    The second model runner has none: to it, a request that starts over is a new one.
+    """
+    if runner.vllm_config.use_v2_model_runner:
+        return {}
+    found: dict[str, int] = runner.num_prompt_logprobs
+    return found
+
+
 def make_stage_buffers(runner: GPUModelRunner) -> None:
     """Make the buffers for data of the previous pipeline stage, which vLLM 0.32 forgets on CPU."""
     from vllm.distributed.parallel_state import get_pp_group
