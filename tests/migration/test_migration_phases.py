@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,7 +112,6 @@ def test_modules_survive_the_wire(one: MigrationUnit) -> None:
         (LayerRange(3, 3), "empty"),
         (LayerRange(-1, 2), "outside"),
         (LayerRange(29, 31), "outside"),
-        (LayerRange(0, 30), "at least one"),
         (HeadSet({}), "no heads"),
         (HeadSet({1: ()}), "no heads of layer 1"),
         (HeadSet({1: (0, 0)}), "twice"),
@@ -180,6 +180,78 @@ def test_a_move_home_that_ends_early_leaves_no_memory_backed(
         move.enter(MovePhase.ABORTED)
         move.give_up()
     assert host.resident_bytes == resident_bytes
+
+
+def test_a_unit_stays_until_an_aborted_move_of_it_has_stopped() -> None:
+    """Its thread would free the room at home that the next move has filled."""
+    goes_on = threading.Event()
+    place = SimpleNamespace(link=SimpleNamespace(lost=None), kv=None)
+    freed: list[str] = []
+    unit: Any = SimpleNamespace(
+        unit_id="u",
+        residence=place,
+        names=(),
+        make_room=goes_on.wait,
+        free=lambda: freed.append("u"),
+    )
+    move, begun = Move("m1", unit, None), []
+    move.prepare(SimpleNamespace(), DirtyBlockTracker(8), REAL_TIME)  # type: ignore[arg-type]
+    move.enter(MovePhase.ABORTED)
+    move.give_up()
+    host: Any = SimpleNamespace(
+        placement=[unit], moves=[move], _begin=lambda *moved: begun.append(moved)
+    )
+    with pytest.raises(MigrationError, match="u is moving"):
+        MigrationHost.prepare_again(host, "m2", "u", None)
+    goes_on.set()
+    assert move.join(60.0)
+    assert freed == ["u"]
+    MigrationHost.prepare_again(host, "m2", "u", None)
+    assert begun == [("m2", unit, None)]
+
+
+class _Noticed:
+    """A lock that tells when somebody wants it."""
+
+    def __init__(self, lock: Any, is_wanted: threading.Event) -> None:
+        self._lock, self._is_wanted = lock, is_wanted
+
+    def __enter__(self) -> None:
+        self._is_wanted.set()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_an_abort_as_a_phase_ends_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes between the thread's look at the phase and the thread's change of it."""
+    is_wanted, has_begun = threading.Event(), threading.Event()
+    aborts: list[threading.Thread] = []
+
+    def abort() -> None:
+        move.enter(MovePhase.ABORTED)
+        is_wanted.set()
+
+    def is_open(move: Move) -> bool:
+        found = move.phase in OPEN
+        if found and threading.current_thread().name == "move-m1":
+            is_wanted.clear()
+            aborts.append(threading.Thread(target=abort))
+            aborts[0].start()
+            assert is_wanted.wait(60.0)
+        return found
+
+    monkeypatch.setattr(Move, "is_open", property(is_open))
+    unit: Any = SimpleNamespace(unit_id="u", residence=None, make_room=has_begun.wait, names=())
+    move = Move("m1", unit, None)
+    move._ending = _Noticed(move._ending, is_wanted)  # type: ignore[assignment]
+    monkeypatch.setattr("banaserve.migration.host.move.BlockMover", lambda *_: None)
+    move.prepare(SimpleNamespace(), DirtyBlockTracker(8), REAL_TIME)  # type: ignore[arg-type]
+    has_begun.set()
+    assert move.join(60.0)
+    aborts[0].join(60.0)
+    assert move.phase is MovePhase.ABORTED
 
 
 def test_units_of_a_lost_guest_come_home_only_if_all_have_memory_there() -> None:

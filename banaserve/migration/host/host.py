@@ -206,8 +206,8 @@ class MigrationHost:
         unit = next((u for u in self.placement if u.unit_id == unit_id), None)
         if unit is None:
             raise MigrationError(f"{unit_id} is not away: name what is to move instead")
-        busy = [m for m in self.moves if m.unit is unit]
-        if any(m.is_open or m.phase is MovePhase.FREEING for m in busy):
+        # An aborted move may still be copying, and frees the room at home only then.
+        if any(m.unit is unit and not m.is_over for m in self.moves):
             raise MigrationError(f"{unit_id} is moving: wait for that to end, or abort it")
         target = None if guest_id is None else self._link(guest_id)
         assert unit.residence is not None

@@ -91,7 +91,7 @@ class Move:
         self.mover: BlockMover | None = None
         self._phase = MovePhase.PREPARING
         self._stop = threading.Event()
-        self._ending = threading.Lock()
+        self._ending = threading.RLock()
         self._thread: threading.Thread | None = None
         self._watch: Watch | None = None
         self._working = False
@@ -108,8 +108,9 @@ class Move:
         Raises:
             MigrationError: ``ALLOWED`` has no such change of phase.
         """
-        check_step(self.move_id, self._phase, phase)
-        self._phase = phase
+        with self._ending:
+            check_step(self.move_id, self._phase, phase)
+            self._phase = phase
 
     @property
     def is_open(self) -> bool:
@@ -122,10 +123,11 @@ class Move:
 
     def fail(self, reason: str) -> None:
         """End an open move with a fault; the unit stays where it is."""
-        if self.is_open:
-            self.error = reason
-            self._phase = MovePhase.FAILED
-        self._stop.set()
+        with self._ending:
+            if self.is_open:
+                self.error = reason
+                self._phase = MovePhase.FAILED
+            self._stop.set()
 
     # ---- in the background
 
