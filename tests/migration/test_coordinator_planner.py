@@ -75,6 +75,7 @@ def test_only_what_is_not_there_yet_moves(wanted, away, steps):
         (LAYERS(25, 31), [], {}, "outside of 0:30"),
         (LAYERS(0, 30), [], {}, "keep at least one"),
         (LAYERS(0, 10), [RemoteUnit("u", LAYERS(10, 30), "p1")], {}, "keep at least one"),
+        (LAYERS(0, 10), [], {"m7": [LAYERS(10, 30)]}, "keep at least one"),
         (LAYERS(10, 15), [P0_10_15], {}, "run beside p0 already"),
         (LAYERS(10, 20), [P1_5_15], {}, "as one unit"),
         (LAYERS(5, 8), [P0_HEADS], {}, "return them before"),
@@ -102,23 +103,25 @@ def test_heads_of_one_layer_may_move_beside_each_other():
 
 def test_return_takes_whole_units():
     away = [P0_10_15, P0_HEADS]
-    assert plan_return(None, away, {}) == [
+    assert plan_return(None, SHAPE, away, {}) == [
         UnitMove(P0_10_15.modules, "m1.0"),
         UnitMove(P0_HEADS.modules, "m2.0"),
     ]
-    assert [s.unit_id for s in plan_return(LAYERS(0, 20), [P0_10_15], {})] == ["m1.0"]
-    assert [s.unit_id for s in plan_return(LAYERS(5, 15), away, {})] == ["m1.0", "m2.0"]
+    assert [s.unit_id for s in plan_return(LAYERS(0, 20), SHAPE, [P0_10_15], {})] == ["m1.0"]
+    assert [s.unit_id for s in plan_return(LAYERS(5, 15), SHAPE, away, {})] == ["m1.0", "m2.0"]
     for wanted, reason in [
         (LAYERS(10, 12), "return all of it"),
         (LAYERS(20, 22), "nothing of layers 20:22 is away"),
         (HeadSet({5: (1,)}), "return all of it"),
+        # No server has the memory for a set of so many layers.
+        (LAYERS(0, 10**12), "outside of 0:30"),
     ]:
         with pytest.raises(MigrationError, match=reason):
-            plan_return(wanted, away, {})
+            plan_return(wanted, SHAPE, away, {})
     with pytest.raises(MigrationError, match="nothing is away"):
-        plan_return(None, [], {})
+        plan_return(None, SHAPE, [], {})
     with pytest.raises(MigrationError, match="on its way in migration m9"):
-        plan_return(None, away, {"m9": [LAYERS(10, 15)]})
+        plan_return(None, SHAPE, away, {"m9": [LAYERS(10, 15)]})
 
 
 def test_pages():

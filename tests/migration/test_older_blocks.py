@@ -120,9 +120,9 @@ def test_planning() -> None:
         plan_move(LayerRange(7, 8), "p1", shape, [mine], {})
     with pytest.raises(MigrationError, match="return them before"):
         plan_move(HeadSet({7: (1,)}), "p1", shape, [mine], {})
-    assert plan_return(LayerRange(5, 10), [mine], {}) == [UnitMove(Context(5, 10), "m1.0")]
+    assert plan_return(LayerRange(5, 10), shape, [mine], {}) == [UnitMove(Context(5, 10), "m1.0")]
     with pytest.raises(MigrationError, match="return all of it"):
-        plan_return(HeadSet({7: (0, 1, 2)}), [mine], {})
+        plan_return(HeadSet({7: (0, 1, 2)}), shape, [mine], {})
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,6 @@ class LayerRange(LayerSpan, frozen=True, tag="layers"):
                 f"{self} is empty or outside of 0:{shape.num_layers}: "
                 f"name a range START:END within it"
             )
-        if self.end - self.start == shape.num_layers:
-            raise MigrationError("every layer would leave: keep at least one on the host")
 
     def covers(self, other: MigrationUnit) -> bool:
         """Return whether all layers of ``other``, of any kind, are in this range."""

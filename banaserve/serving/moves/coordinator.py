@@ -235,7 +235,7 @@ class Coordinator(Operations[Migration]):
     def _plan(self, ask: MigrationRequest, host_state: HostState) -> Sequence[UnitMove]:
         away, wanted = host_state.units(self.guests), unit_asked(ask)
         if isinstance(ask, Return):
-            return plan_return(wanted, away, host_state.moving)
+            return plan_return(wanted, self.facts.shape, away, host_state.moving)
         assert wanted is not None
         return plan_move(wanted, ask.target, self.facts.shape, away, host_state.moving)
 

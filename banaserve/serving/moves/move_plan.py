@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from banaserve.base.errors import MigrationError
 from banaserve.contracts.move_phase import ModelGeometry
@@ -72,21 +73,25 @@ def plan_move(
     steps += [UnitMove(modules) for modules in wanted.of_cells(rest)]
     if not steps:
         raise MigrationError(f"{wanted} run beside {target} already")
-    _keep_one_layer([*(s.modules for s in steps), *(u.modules for u in away)], shape)
+    others = [*(u.modules for u in away), *chain.from_iterable(moving.values())]
+    _keep_one_layer([*(s.modules for s in steps), *others], shape)
     return steps
 
 
 def plan_return(
     wanted: MigrationUnit | None,
+    shape: ModelGeometry,
     away: Sequence[RemoteUnit],
     moving: Mapping[str, Sequence[MigrationUnit]],
 ) -> list[UnitMove]:
     """Plan the moves after which ``wanted``, or every unit if None, is at home.
 
     Raises:
-        MigrationError: None of ``wanted`` is away, a part of it is moving, or it names only a part
-            of a unit.
+        MigrationError: The model has no such modules, none of ``wanted`` is away, a part of it is
+            moving, or it names only a part of a unit.
     """
+    if wanted is not None:
+        wanted.check(shape)
     found = [u for u in away if wanted is None or overlap(wanted, u.modules) is not None]
     if not found:
         raise MigrationError(f"nothing of {wanted} is away" if wanted else "nothing is away")
