@@ -273,6 +273,16 @@ async def test_an_aborted_return_gives_the_pool_its_blocks_back(cluster):
     assert migration.blocks_gained == 0
 
 
+async def test_the_end_of_the_server_waits_for_no_host(cluster):
+    """It ends with the server, and may be in a long step or stand still."""
+    cluster.engine.held = {"copying"}
+    migration = await cluster.coordinator.begin(LAYERS)
+    await until(lambda: migration.moves[0].phase == "copying")
+    await cluster.coordinator.stop()
+    assert (migration.state, migration.error) == ("aborted", "the server stops")
+    assert "abort" not in cluster.engine.calls
+
+
 async def test_what_has_ended_cannot_be_aborted(cluster):
     migration = await done(cluster.coordinator, LAYERS)
     with pytest.raises(MigrationError, match="is done: nothing to abort"):

@@ -315,11 +315,9 @@ class Coordinator(Operations[Migration]):
 
     async def _run(self, state: Migration, work: Coroutine[Any, Any, None]) -> None:
         host_state = self.hosts[InstanceId(state.host)]
-        try:
-            await super()._run(state, work)
-        finally:  # the host's pool and placements have changed
-            with contextlib.suppress(BanaServeError):
-                await host_state.refresh()
+        await super()._run(state, work)
+        with contextlib.suppress(BanaServeError):
+            await host_state.refresh()  # its pool and placements have changed
 
 
 def _count(kind: str, move: MoveStatus) -> None:

@@ -68,7 +68,7 @@ class MigrationTask:
             if self.precopy:
                 await self._copy()
             await self._commit()
-        except BaseException:
+        except Exception:  # no cancellation: then the server stops, and the host ends with it
             await self._give_up()
             raise
         finally:
