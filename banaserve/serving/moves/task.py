@@ -74,7 +74,11 @@ class MigrationTask:
         finally:
             if self._guest is not None:
                 self._guest.moves.discard(self.move.move_id)
-        await self._settle()
+        try:
+            await self._settle()
+        except MigrationError as failed:
+            words = f"{self.planned.modules} have moved all the same: {failed}"
+            raise MigrationError(words) from failed
 
     # ---- before COMMIT
 
