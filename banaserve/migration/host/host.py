@@ -201,11 +201,11 @@ class MigrationHost:
         """Begin to move a unit that is away on to another guest, or home.
 
         Raises:
-            MigrationError: There is no such unit, or it is moving, or is at the target already.
+            MigrationError: The unit has come home, or it is moving, or is at the target already.
         """
         unit = next((u for u in self.placement if u.unit_id == unit_id), None)
         if unit is None:
-            raise MigrationError(f"{unit_id} is not away: name what is to move instead")
+            raise MigrationError(f"{unit_id} is at home: its guest was lost")
         # An aborted move may still be copying, and frees the room at home only then.
         if any(m.unit is unit and not m.is_over for m in self.moves):
             raise MigrationError(f"{unit_id} is moving: wait for that to end, or abort it")
@@ -224,7 +224,7 @@ class MigrationHost:
 
     def precopy(self, move_id: str) -> Move:
         """Begin to copy the written blocks, or those written since the last copy."""
-        move = self.moves.get(move_id)
+        move = self._going_on(move_id)
         reach(FailPoint.MOVE_PRECOPY)
         move.precopy(self.step_context.dirty_blocks)
         return move
@@ -263,8 +263,14 @@ class MigrationHost:
             move.unit.poison()
         return move
 
-    def _ready(self, move_id: str) -> Move:
+    def _going_on(self, move_id: str) -> Move:
         move = self.moves.get(move_id)
+        if move.phase is MovePhase.FAILED:
+            raise MigrationError(f"move {move_id} has failed: {move.error}")
+        return move
+
+    def _ready(self, move_id: str) -> Move:
+        move = self._going_on(move_id)
         if move.phase not in (MovePhase.PREPARED, MovePhase.COPIED) or move.mover is None:
             raise MigrationError(f"move {move_id} is {move.phase.value}: nothing to commit yet")
         return move

@@ -164,6 +164,7 @@ def test_a_target_dies_before_commit_and_the_host_serves_on(
             assert rig.settled(move_id) == "failed"
         else:
             assert rig.ask("commit", move_id)["error"]
+            assert "has failed: guest" in rig.ask("precopy", move_id)["error"]
 
     assert rig.agrees(rig.run(prompts, NUM_TOKENS, lose()), expected)
     assert rig.phase(move_id) == "failed"
