@@ -73,6 +73,7 @@ class Runner:
             kv_transfer_config=None,
         )
         self.input_batch = SimpleNamespace(generators={})
+        self.num_prompt_logprobs: dict[str, int] = {}
         kv_caches = {
             name: torch.zeros(NUM_BLOCKS, NUM_HEADS, BLOCK, dtype=torch.float32) for name in NAMES
         }
