@@ -326,10 +326,13 @@ async def _start(cluster: Cluster, say: Say) -> None:
     def on_ready(instance: Instance) -> None:
         say(f"instance {instance.id} ({instance.role.value}) is ready")
 
+    failed: list[BaseException] = []
     try:
         await cluster.start(on_ready)
     except* BanaServeError as failures:
-        raise UserError(str(failures.exceptions[0])) from None
+        failed += failures.exceptions
+    if failed:  # raised above, Python 3.11.2 puts it into a group
+        raise UserError(str(failed[0]))
 
 
 async def _connect(

@@ -142,6 +142,7 @@ class NodePool:
     async def _open(
         self, clients: Sequence[NodeClient], say: Callable[[str], None]
     ) -> list[NodeAssignment]:
+        lost: list[BaseException] = []
         try:
             async with asyncio.TaskGroup() as group:
                 taken = [group.create_task(_taken(client)) for client in clients]
@@ -158,7 +159,9 @@ class NodePool:
                     group.create_task(node.client.prepare(node.order))
             await self._share_stores()
         except* NodeLostError as failures:
-            raise UserError(str(failures.exceptions[0])) from None
+            lost += failures.exceptions
+        if lost:  # raised above, Python 3.11.2 puts it into a group
+            raise UserError(str(lost[0]))
         return assigned
 
     def _client(self, place: AgentPlace) -> NodeClient:
