@@ -128,6 +128,15 @@ async def test_an_engine_dies_with_the_parent_that_has_started_it(
     launcher.close()
 
 
+async def test_orders_at_once_end_each_parent_that_is_left_over_once(tmp_path: Path) -> None:
+    launcher = ForkLauncher(answering()[1], none_other)
+    launcher._retired = [answering()[1] for _ in range(2)]
+    orders = [StartEngine(name, "", str(tmp_path)) for name in ("d0", "d1")]
+    pids = await asyncio.gather(*map(launcher.start, orders))
+    assert (sorted(pids), launcher._retired) == ([1, 2], [])
+    launcher.close()
+
+
 @pytest.mark.parametrize("is_hung", [False, True], ids=["ended", "hung"])
 async def test_a_lost_parent_is_replaced_once(
     tmp_path: Path,

@@ -263,8 +263,8 @@ class ForkLauncher(Launcher):
     async def _sweep(self) -> None:
         """End parents that were given up and have no engines left."""
         idle = [one for one in self._retired if not (one.is_running and one.has_engines)]
+        self._retired = [one for one in self._retired if one not in idle]
         for one in idle:
-            self._retired.remove(one)
             await in_daemon_thread(functools.partial(one.close, 0.0))
 
     def release(self, instance_id: str) -> None:
