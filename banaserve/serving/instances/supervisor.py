@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -280,7 +281,8 @@ class Supervisor:
             if not isinstance(failure, InstanceDeadError):
                 logger.exception("starting instance %s with other settings", instance.id)
             instance.kill()
-            await instance.wait_ended()
+            with contextlib.suppress(OSError):  # no descriptor left
+                await instance.wait_ended()
             instance.mark_dead()
             instance.settings = replacement.before
             if not replacement.done.done():
