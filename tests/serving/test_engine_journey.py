@@ -399,6 +399,33 @@ async def test_of_requests_that_die_together_the_cause_alone_is_given_up() -> No
     assert await answers[2] == "".join(WORDS[1:11])
 
 
+async def test_a_suspect_that_is_not_streamed_makes_room_with_its_first_token() -> None:
+    first, second, last = (Engine(f"d{i}") for i in range(3))
+    cluster = Engines(first, first, second, second, last, last)
+
+    async def answered(name: str) -> str:
+        whole = SamplingParams(
+            temperature=0.0, max_tokens=10, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        (output,) = [o async for o in run_request(job(whole, name=name), cluster)]  # type: ignore[arg-type]
+        return output.outputs[0].text
+
+    answers = [asyncio.create_task(answered(name)) for name in ("one", "other")]
+    for engine in (first, second):
+        await until(lambda engine=engine: len(engine.legs) == 2)
+        compat.mark_dead(engine)
+    await until(lambda: last.legs)
+    await turns()
+    (leg,) = last.legs
+    last.compute(1)
+    await turns()
+    assert [one.external_req_id for one in last.legs] == ["one", "other"]
+    last.compute(10)
+    last.legs.append(leg)
+    last.compute(9)
+    assert await asyncio.gather(*answers) == ["".join(WORDS[1:11])] * 2
+
+
 async def test_a_request_whose_time_is_over_before_its_turn_comes_is_told_so() -> None:
     engines = [Engine(f"d{i}") for i in range(3)]
     cluster = Engines(*engines)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from http import HTTPStatus
@@ -257,6 +256,13 @@ def _begin(context: RequestContext, instance: Instance, queue: LegOutputCollecto
     source = "decode" if first is None else "prefill"
     event = FirstToken(source, context.blockers.first_token if prefilled else None)
     stats, prompt = context.stats(), context.prompt
+
+    def on_first_token() -> None:
+        if context.index == 0:
+            context.notes.note(event)
+        if context.suspicion.turn is not None:  # an answer in one piece is sent much later
+            context.suspicion.has_progressed(context.progress)
+
     # vLLM counts from where a request is first scheduled; each machine has a clock of its own.
     if prompt and prompt.output and prompt.computed_by.place.node == instance.place.node:
         began = prompt.output.metrics
@@ -268,7 +274,7 @@ def _begin(context: RequestContext, instance: Instance, queue: LegOutputCollecto
         context.prompt_text,
         queue,
         stats,
-        functools.partial(context.notes.note, event) if context.index == 0 else None,
+        on_first_token,
         prefilled,
     )
     metrics.FIRST_TOKENS.labels(source).inc()
