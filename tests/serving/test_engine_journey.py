@@ -15,6 +15,7 @@ pytest.importorskip("vllm")
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from vllm.exceptions import GracefulHTTPError
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput, WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.output_processor import OutputProcessor
@@ -72,6 +73,7 @@ class Engine:
         self.given_back.set()
         self.place = InstancePlace()
         self.coming: set[object] = set()
+        self.adapters: set[int] = set()
         self.has_left_decode = False
 
     def store_beside(self, other: Engine) -> str:
@@ -480,6 +482,24 @@ async def test_a_stream_leaves_an_instance_that_is_drained_with_all_that_it_has(
     while not reader.finished:
         await reader.read()
     assert reader.text == "".join(WORDS[1:11])
+
+
+async def test_an_adapter_is_not_in_use_where_its_stream_has_left() -> None:
+    first, second = Engine("d0"), Engine("d1")
+    first.adapters = second.adapters = {1}
+    given = job(streamed())
+    given.request.lora_request = LoRARequest("sql", 1, "/adapter")
+    reader = Reader(given, Engines(first, second))
+    await reader.reaches(first)
+    in_use = first.output_processor.lora_states
+    in_use.request_running(first.legs[0].request_id, "sql")
+    assert first.move is not None
+    first.move()
+    await reader.reaches(second)
+    assert not in_use.requests
+    second.compute(10)
+    while not reader.finished:
+        await reader.read()
 
 
 @pytest.mark.parametrize("num_before", [0, 3])

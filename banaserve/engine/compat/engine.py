@@ -203,7 +203,7 @@ async def call_utility(llm: AsyncLLM, name: str, *args: Any) -> Any:
 
 
 def forget(llm: AsyncLLM, request_id: str) -> None:
-    """Remove a request from an engine that has died, without changing the request's state.
+    """Remove a request from an engine that has died or was left; the request's state stays.
 
     An abort would make a last output: text held back for stop strings would count as sent.
     """
@@ -213,6 +213,7 @@ def forget(llm: AsyncLLM, request_id: str) -> None:
         ids.remove(request_id)
         if not ids:
             del processor.external_req_ids[state.external_req_id]
+        processor.lora_states.request_finished(request_id, state.lora_name)
 
 
 def put_first_token(
