@@ -328,12 +328,13 @@ class DisaggregatedClient(EngineClient):
             except TimeoutError:
                 raise out_of_time() from None
             instance = min(serving, key=lambda i: i.inflight_requests)
-            assert instance.llm is not None
+            llm = instance.llm  # None again if the engine ends meanwhile
+            assert llm is not None
             try:
                 async with asyncio.timeout_at(deadline):
                     await load_adapter(instance, options.get("lora_request"))
                 with instance.holding(0):
-                    stream = instance.llm.encode(prompt, pooling_params, request_id, **options)
+                    stream = llm.encode(prompt, pooling_params, request_id, **options)
                     async with contextlib.aclosing(stream):
                         while True:
                             # Encloses no yield, since different tasks may ask for the outputs.

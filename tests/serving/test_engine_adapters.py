@@ -195,6 +195,21 @@ async def test_an_engine_gets_an_adapter_before_the_first_request_that_needs_it(
         await load_adapter(instance(compat.EngineDeadError()), adapter["lora_request"])
 
 
+async def test_an_engine_that_ends_with_its_answer_has_refused_no_adapter(folder: Path) -> None:
+    adapters = Adapters()
+    adapter = adapters.resolve_lora({"lora_request": await loaded(adapters, folder)})
+    ending = instance(compat.EngineDeadError())
+    describe = ending.llm.collective_rpc
+
+    async def end(*args: Any, **more: Any) -> list[object]:
+        ending.llm = None
+        return list(await describe(*args, **more))
+
+    ending.llm.collective_rpc = end
+    with pytest.raises(compat.EngineDeadError):
+        await load_adapter(ending, adapter["lora_request"])
+
+
 @pytest.mark.parametrize("are_gone", [False, True])
 async def test_an_engine_gets_no_adapter_whose_files_are_others_now(
     folder: Path, are_gone: bool

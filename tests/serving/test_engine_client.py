@@ -438,6 +438,23 @@ async def test_a_pooling_request_outlives_its_instance_and_not_its_deadline() ->
     assert serving == []
 
 
+async def test_a_pooling_request_outlives_an_instance_that_ends_as_it_loads_an_adapter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def encode(*_: Any) -> Any:
+        yield "output"
+
+    async def load(instance: Any, _: object) -> None:
+        instance.llm = instance.llm if instance is serves else None
+
+    dies, serves = _dying(), _dying()
+    serves.llm.encode = encode
+    left, made = [dies, serves], client()
+    made._cluster.serving = lambda: [left.pop(0)]
+    monkeypatch.setattr("banaserve.serving.client.load_adapter", load)
+    assert [o async for o in made.encode(prompt(3), PoolingParams(), "r")] == ["output"]
+
+
 async def test_an_error_of_an_engine_is_answered_in_the_api_s_form() -> None:
     app = FastAPI()
     init_exception_handler(app)

@@ -227,14 +227,15 @@ async def load_adapter(instance: Instance, adapter: LoRARequest | None) -> None:
         GracefulHTTPError: The adapter cannot be loaded, or its files have changed since.
         EngineDeadError: The engine has ended.
     """
-    if adapter is None or instance.llm is None or adapter.lora_int_id in instance.adapters:
+    llm = instance.llm  # None again if the engine ends meanwhile
+    if adapter is None or llm is None or adapter.lora_int_id in instance.adapters:
         return
     try:
         asked = call(WorkerApi.banaserve_describe_adapter, adapter.lora_path)
-        for answer in await instance.llm.collective_rpc(asked.name, args=asked.args):
+        for answer in await llm.collective_rpc(asked.name, args=asked.args):
             if not adapter.lora_name.endswith(f".{asked.read(answer)[:_DIGEST_CHARS]}"):
                 raise ValueError("its files have changed since it was loaded: load it again")
-        await instance.llm.add_lora(adapter)
+        await llm.add_lora(adapter)
     except compat.EngineDeadError:
         raise
     except Exception as error:
