@@ -236,6 +236,8 @@ class DisaggregatedClient(EngineClient):
             try:
                 async with contextlib.aclosing(run) as outputs:
                     async for output in outputs:
+                        if output.finished:
+                            notes.finish_reason = output.outputs[0].finish_reason
                         yield output
             finally:
                 self._sequences.pop(id(run), None)

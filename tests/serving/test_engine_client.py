@@ -6,6 +6,7 @@ import asyncio
 import inspect
 from collections.abc import AsyncGenerator
 from contextlib import nullcontext
+from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,7 +50,7 @@ from banaserve.serving.launch.launcher import InstancePlace
 from banaserve.serving.requests.intake import Adapters, Blockers, Gate
 from banaserve.serving.requests.request_context import RequestContext
 from banaserve.serving.requests.router import Router
-from banaserve.serving.tracing.request_log import HttpCall, RequestNotes
+from banaserve.serving.tracing.request_log import HttpCall, RequestLog, RequestNotes
 from waiting import turns
 
 MAX_MODEL_LEN = 16
@@ -453,6 +454,29 @@ async def test_a_pooling_request_outlives_an_instance_that_ends_as_it_loads_an_a
     made._cluster.serving = lambda: [left.pop(0)]
     monkeypatch.setattr("banaserve.serving.client.load_adapter", load)
     assert [o async for o in made.encode(prompt(3), PoolingParams(), "r")] == ["output"]
+
+
+async def test_a_request_that_fails_did_not_end_as_one_of_its_sequences_did(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run(sequences: list[RequestContext], _: object) -> AsyncGenerator[Any, None]:
+        ended = SimpleNamespace(finish_reason="stop")
+        output: Any = SimpleNamespace(outputs=[ended], finished=True, num_cached_tokens=0)
+        sequences[0].send(output)
+        output.finished = False  # as `run_sequences` says while another one goes on
+        yield output
+        raise GracefulHTTPError("no instance serves", HTTPStatus.SERVICE_UNAVAILABLE)
+
+    monkeypatch.setattr("banaserve.serving.client.run_sequences", run)
+    made, lengths = client(), list[int]()
+    made.requests, made.tracer = RequestLog(WallClock()), None
+    made._router.output_lengths = SimpleNamespace(ended=lengths.append)
+    stream = made.generate(prompt(3), SamplingParams(n=2), "r", prompt_text="")
+    await anext(stream)
+    with pytest.raises(GracefulHTTPError):
+        await anext(stream)
+    (seen,) = made.requests.last()
+    assert (seen.end, lengths) == ("error", [])
 
 
 async def test_an_error_of_an_engine_is_answered_in_the_api_s_form() -> None:

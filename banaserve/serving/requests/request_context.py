@@ -157,8 +157,6 @@ class RequestContext:
             # The store is not asked while all instances do both.
             if self.index == 0 and not self.notes.cached_tokens:
                 self.notes.cached_tokens = output.num_cached_tokens or 0
-        if output.finished:
-            self.notes.finish_reason = output.outputs[0].finish_reason
         if self.prediction is not None and (is_first or output.finished):
             self._compare(self.prediction, is_first, output.finished)
         return output
