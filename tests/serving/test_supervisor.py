@@ -322,6 +322,25 @@ async def test_an_instance_without_a_client_is_started_again() -> None:
 
 
 @pytest.mark.usefixtures("quick")
+async def test_a_look_that_fails_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[object] = []
+
+    def look(*seen: object) -> bool:
+        looks.append(seen)
+        if len(looks) == 1:
+            raise OSError(24, "too many open files")
+        return len(looks) < 4
+
+    monkeypatch.setattr(probe.StallWatch, "has_stalled", look)
+    mortal = Mortal(None, None)
+    cluster = cluster_of(mortal)
+    await cluster.start(lambda _: None)
+    await until(lambda: not mortal.starts_left)
+    assert (mortal.state, mortal.num_kills) == (State.READY, 1)
+    await cluster.stop()
+
+
+@pytest.mark.usefixtures("quick")
 async def test_an_instance_that_stands_still_is_started_again(
     process: subprocess.Popen[bytes],
 ) -> None:

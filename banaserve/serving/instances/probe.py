@@ -77,14 +77,20 @@ class LivenessProbe:
         """Check the instance twice a second, or more often if ``stall_s`` is below a second."""
         while True:
             await asyncio.sleep(min(_PROBE_INTERVAL_S, self.timeouts.stall_s / 2))
-            self.before_each()
-            if self._stood_still():
-                self._begin_anew()
-            if self.instance.state is State.STARTING:
-                if self._watch.has_stalled_starting(self.instance.pid, self.clock.now()):
-                    self._end("it has stalled starting")
-            elif self.instance.state is State.READY:
-                await self._check()
+            try:
+                await self._look()
+            except Exception:
+                logger.exception("looking at instance %s", self.instance.id)
+
+    async def _look(self) -> None:
+        self.before_each()
+        if self._stood_still():
+            self._begin_anew()
+        if self.instance.state is State.STARTING:
+            if self._watch.has_stalled_starting(self.instance.pid, self.clock.now()):
+                self._end("it has stalled starting")
+        elif self.instance.state is State.READY:
+            await self._check()
 
     def _stood_still(self) -> bool:
         """Return whether this process was stopped since its last check, perhaps with its engines.
@@ -106,10 +112,7 @@ class LivenessProbe:
         elif was_silent and self._is_silent:
             self._end("it has stalled")
         elif report is None or now_s - report.at_s > min(_QUIET_S, self.timeouts.stall_s / 2):
-            try:
-                await self.instance.probe(_PROBE_TIMEOUT_S)
-            except Exception:
-                logger.exception("asking instance %s", self.instance.id)
+            await self.instance.probe(_PROBE_TIMEOUT_S)
 
     def _end(self, why: str) -> None:
         logger.warning("instance %s is ended: %s", self.instance.id, why)
