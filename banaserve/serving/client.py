@@ -438,9 +438,9 @@ class DisaggregatedClient(EngineClient):
             raise ValueError("this drops the KV of requests under way: pause with another mode")
 
     async def release_kv_cache_memory(self) -> None:
-        self._check_none_under_way()  # or some engines would do it, and others refuse
-        self._router.residency.forget()
         async with self._calling:
+            self._check_none_under_way()  # or some engines would do it, and others refuse
+            self._router.residency.forget()
             await self._broadcast("release_kv_cache_memory")
             self._lasting.begin("release_kv_cache_memory")
 

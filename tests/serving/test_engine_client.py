@@ -307,6 +307,17 @@ async def test_requests_under_way_do_not_outlast_their_kv() -> None:
     assert not made._lasting.calls
 
 
+async def test_requests_that_come_before_the_turn_of_a_release_of_kv_keep_theirs() -> None:
+    made = client()
+    async with made._calling:
+        releasing = asyncio.create_task(made.release_kv_cache_memory())
+        await asyncio.sleep(0)
+        made._sequences = {1: [await prepared(made, 4)]}
+    with pytest.raises(ValueError, match="another mode"):
+        await releasing
+    assert not made._lasting.calls
+
+
 @pytest.mark.parametrize(
     ("most_requests", "most_tokens", "n", "error"),
     [
