@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -168,6 +169,28 @@ def test_older_blocks_of_a_guest_are_read_on_its_device(kernels: Kernels) -> Non
     part = unit.run("l", 1, packed, tensors.tensors)
     assert part.output.device == META
     assert kernels.seen == {META}
+
+
+def test_experts_of_a_guest_on_a_gpu_have_memory_to_compute_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.v1.worker import workspace
+
+    from banaserve.migration.guest import environment
+
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(workspace, "_manager", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(environment, "device_of", lambda config: gpu)
+    monkeypatch.setattr(environment, "share_group", lambda: None)
+    monkeypatch.setattr(environment, "set_current_vllm_config", contextlib.nullcontext)
+    monkeypatch.setattr(environment.compat, "join_ranks", lambda *_, **__: None)
+    monkeypatch.setattr(environment.compat, "end_ranks", lambda: None)
+    parallel = SimpleNamespace(rank=0, tensor_parallel_size=1, disable_custom_all_reduce=False)
+    config: Any = SimpleNamespace(parallel_config=parallel)
+    with environment.guest_environment(config, "rendezvous"):
+        assert workspace.current_workspace_manager()._device == gpu
 
 
 @pytest.mark.parametrize(("landed", "store"), [(True, True), (True, False), (False, True)])

@@ -1,4 +1,4 @@
-"""Process groups of a guest, which vLLM's layers expect to exist."""
+"""Process groups and memory of a guest, which vLLM's layers expect to exist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from banaserve.migration.ranks import check_devices
 
 @contextlib.contextmanager
 def guest_environment(config: VllmConfig, rendezvous: str, rank: int = 0) -> Iterator[None]:
-    """Provide vLLM's process groups of a guest's ranks, as vLLM's layers expect them.
+    """Provide what a worker has that vLLM's layers expect: process groups, on a GPU also memory.
 
     Args:
         rendezvous: Path of a file, the same for all ranks; see ``join_ranks``.
@@ -34,6 +34,7 @@ def guest_environment(config: VllmConfig, rendezvous: str, rank: int = 0) -> Ite
     if device.type == "cuda":
         check_devices(num_ranks, torch.cuda.device_count())
         torch.cuda.set_device(device)
+        compat.make_workspace(device)
     else:
         ask_for_amx()  # the first step of a guest of heads is attention
     share_group()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from vllm.forward_context import get_forward_context
@@ -100,6 +101,16 @@ def join_ranks(
     parallel_state.init_distributed_environment(num_ranks, rank, where, rank, backend)
     parallel_state.initialize_model_parallel(num_ranks, 1)
     unname_shared_memory()
+
+
+def make_workspace(device: torch.device) -> None:
+    """Make the memory on a GPU in which vLLM's experts compute, as its workers do at their start.
+
+    A guest has no worker.
+    """
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    init_workspace_manager(device)
 
 
 def unname_shared_memory() -> None:
