@@ -166,12 +166,15 @@ def check_heads(attention: Any, name: str) -> None:
         raise MigrationError(f"{name} keeps scaled KV: move the whole layer instead")
 
 
-def check_tensors(kv_caches: Mapping[str, Any], layout: str) -> None:
+def check_tensors(kv_caches: Mapping[str, Any], layout: str, num_blocks: int) -> None:
     """Refuse a KV cache whose layers cannot be given slabs of their own.
+
+    Args:
+        num_blocks: Number of blocks that the scheduler gives to requests.
 
     Raises:
         MigrationError: A block is not one run of bytes, head by head, or caches are on several
-            devices, shared by layers, or of different shapes.
+            devices, shared by layers, of different shapes, or cut into smaller blocks.
     """
     tensors = list(kv_caches.values())
     has_one_head = all(tensor.dim() == 4 and tensor.shape[1] == 1 for tensor in tensors)
@@ -191,3 +194,8 @@ def check_tensors(kv_caches: Mapping[str, Any], layout: str) -> None:
         raise MigrationError("this engine cannot migrate: layers share one KV cache")
     if len({(tensor.shape, tensor.dtype) for tensor in tensors}) != 1:
         raise MigrationError("this engine cannot migrate: its layers' KV differs in shape")
+    if len(tensors[0]) > num_blocks:
+        raise MigrationError(
+            "this engine cannot migrate: its attention reads smaller blocks than those of the "
+            f"cache: start it with a --block-size {len(tensors[0]) // num_blocks} times smaller"
+        )

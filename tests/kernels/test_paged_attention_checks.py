@@ -258,8 +258,8 @@ def test_kv_that_cannot_get_slabs_is_refused() -> None:
         shape = (5, 2, 4, 8)[:dim]
         return {str(i): torch.zeros(shape, device=kind) for i, kind in enumerate(kinds)}
 
-    checks.check_tensors(caches("cpu", "cpu"), "LBHNC")
-    checks.check_tensors({"a": torch.zeros(5, 1, 4, 8)}, "LBNHC")
+    checks.check_tensors(caches("cpu", "cpu"), "LBHNC", 5)
+    checks.check_tensors({"a": torch.zeros(5, 1, 4, 8)}, "LBNHC", 5)
     one = torch.zeros(5, 2, 4, 8)
     for given, layout, why in (
         (caches("cpu"), "LBNHC", "laid out as LBNHC.*VLLM_KV_CACHE_LAYOUT=LBHNC"),
@@ -270,7 +270,9 @@ def test_kv_that_cannot_get_slabs_is_refused() -> None:
         ({"a": one, "b": one.half()}, "LBHNC", "differs in shape"),
     ):
         with pytest.raises(MigrationError, match=why):
-            checks.check_tensors(given, layout)
+            checks.check_tensors(given, layout, 5)
+    with pytest.raises(MigrationError, match="--block-size 2 times smaller"):
+        checks.check_tensors({"a": torch.zeros(10, 2, 4, 8)}, "LBHNC", 5)
 
 
 # ---- attention

@@ -114,7 +114,8 @@ def _become_host(
     try:
         checks.check_config(runner.vllm_config)
         checks.check_groups(runner.kv_cache_config.kv_cache_groups)
-        checks.check_tensors(kv_caches, str(runner.cache_config.kv_cache_layout))
+        layout, num_blocks = runner.cache_config.kv_cache_layout, runner.kv_cache_config.num_blocks
+        checks.check_tensors(kv_caches, str(layout), num_blocks)
         device = next(iter(kv_caches.values())).device
         kernels = kernels_for(settings.attention, device)
         take_kernels(kernels, context, kv_caches)
