@@ -310,6 +310,24 @@ def test_a_slab_on_a_gpu_gets_what_torch_has_freed(monkeypatch: pytest.MonkeyPat
     assert not kept
 
 
+def test_a_slab_on_a_gpu_is_zero_before_another_stream_writes_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+    made = SimpleNamespace(
+        address=0, num_bytes=PAGE, granule_bytes=PAGE, map=lambda first, num_bytes: [0]
+    )
+    native = SimpleNamespace(GpuSlab=lambda num_bytes, device: made)
+    monkeypatch.setitem(sys.modules, "banaserve._native_cuda", native)
+    monkeypatch.setattr(banaserve, "_native_cuda", native, raising=False)
+    granule = SimpleNamespace(zero_=lambda: done.append("zero"))
+    stream = SimpleNamespace(synchronize=lambda: done.append("waited"))
+    monkeypatch.setattr(GpuSlab, "_bytes", lambda *_: granule)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    GpuSlab(PAGE, torch.device("cuda", 0)).populate(PAGE)
+    assert done == ["zero", "waited"]
+
+
 def test_a_device_without_slabs_keeps_what_it_holds() -> None:
     slab = make_slab(2 * PAGE, torch.device("meta"))
     tensor = slab.tensor((2, 3), torch.float32)

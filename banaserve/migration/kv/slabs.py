@@ -157,6 +157,8 @@ class GpuSlab:
             backed = self._slab.map(0, num_bytes)
         for offset in backed:
             self._bytes(offset, self._slab.granule_bytes).zero_()
+        if backed:  # a step on another thread's stream may be the next to write here
+            torch.cuda.current_stream(self._device).synchronize()
 
     def give_back(self, ranges: Iterable[tuple[int, int]]) -> int:
         """Release the granules that are wholly inside of ranges; see ``Slab``.
