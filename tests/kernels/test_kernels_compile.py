@@ -109,6 +109,19 @@ def test_merge_compiles():
     assert compile_for(90, merge.merge_apart, "bf16", constants, apart).asm["cubin"]
 
 
+@pytest.mark.parametrize(
+    ("kernel", "sizes"),
+    [
+        (attention.attend_parts, {"num_seqs", "table_by_seq", "lse_by_split"}),
+        (merge.merge_stacked, {"num_parts", "num_rows", "lses_by_part"}),
+        (merge.merge_apart, {"num_rows"}),
+    ],
+)
+def test_a_step_of_other_sizes_needs_no_other_kernel(kernel, sizes):
+    """Triton compiles one for a value of 1, one for multiples of 16 and one for the others."""
+    assert {one.name for one in kernel.params if one.do_not_specialize} == sizes
+
+
 @pytest.mark.parametrize("into_pages", [True, False])
 def test_packing_compiles_to_wide_copies(into_pages):
     constants = {

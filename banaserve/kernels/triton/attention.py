@@ -14,7 +14,8 @@ LOG2_E = 1.4426950408889634
 _LN_2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit
+# Each step has other sizes: a kernel compiled for those of one would keep another waiting.
+@triton.jit(do_not_specialize=["num_seqs", "table_by_seq", "lse_by_split"])
 def attend_parts(
     query,
     key,

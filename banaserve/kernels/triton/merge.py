@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts", "num_rows", "lses_by_part"])
 def merge_stacked(
     outputs,
     lses,
@@ -53,7 +53,7 @@ def merge_stacked(
     finish(output, lse, rows, in_rows, peak, total, summed, HEAD_SIZE, HEAD_PADDED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def merge_apart(
     outputs,
     lses,
