@@ -32,6 +32,7 @@ from banaserve.nodes.messages import (
     PortFound,
     PrepareNode,
     SessionOpened,
+    SetStorePeers,
 )
 from banaserve.nodes.places import AgentPlace
 from banaserve.nodes.relay import Relay
@@ -272,6 +273,40 @@ def test_a_node_that_prepares_may_be_silent_for_longer(monkeypatch: pytest.Monke
             assert client.is_ready
             await client.wait_lost()
             assert "has said nothing for 0.2 seconds" in client.problem
+            await client.close()
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_nobody_awaits_any_more_is_not_that_to_the_next_question() -> None:
+    is_asked, is_given_up = asyncio.Event(), asyncio.Event()
+
+    async def answer_late(link: NodeLink) -> None:
+        await link.receive()
+        await link.send(SessionOpened("1", "/tmp", (), 0, 1))
+        assert await link.receive() == FreePort()
+        is_asked.set()
+        await is_given_up.wait()
+        await link.send(PortFound(1))
+        assert await link.receive() == SetStorePeers(())
+        await link.send(Done())
+        assert await link.receive() == FreePort()
+        await link.send(PortFound(2))
+        await until_gone(link)
+
+    async def run() -> None:
+        async with door(answer_late) as port:
+            place = AgentPlace("127.0.0.1", port)
+            client = NodeClient(place, ClusterCredentials.of(KEY), "a server", lambda: None)
+            await client.open()
+            asking = asyncio.create_task(client.free_port())
+            await is_asked.wait()
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            is_given_up.set()
+            await client.set_store_peers(())
+            assert await client.free_port() == 2
             await client.close()
 
     asyncio.run(run())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -55,7 +56,8 @@ class NodeClient:
         self._on_store_restart = on_store_restart
         self._link: NodeLink | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._answers: asyncio.Queue[messages.NodeMessage] = asyncio.Queue()
+        # One for each question, in their order: the answer to an abandoned one is dropped.
+        self._answers: deque[asyncio.Future[messages.NodeMessage]] = deque()
         self._lost = asyncio.Event()
         self._asking = asyncio.Lock()
 
@@ -78,7 +80,7 @@ class NodeClient:
         place = self.place
         self._link = await connect(place.host, place.port, self._credentials, PATIENT_S)
         self._lost = asyncio.Event()
-        self._answers = asyncio.Queue()
+        self._answers = deque()
         self._reading = asyncio.create_task(self._read(self._link))
         try:
             asked = messages.OpenSession(messages.PROTOCOL, own_version(), self._server)
@@ -137,10 +139,11 @@ class NodeClient:
             link = self._link
             if link is None:
                 raise NodeLostError(f"node {self.name} is away: {self.problem}")
-            await link.send(question)
+            answer = asyncio.get_running_loop().create_future()
+            self._answers.append(answer)
             lost = asyncio.create_task(self._lost.wait())
-            answer = asyncio.create_task(self._answers.get())
             try:
+                await link.send(question)
                 await wait_first({lost, answer}, timeout_s)
                 if answer.done() and isinstance(said := answer.result(), kind):
                     return said
@@ -158,7 +161,11 @@ class NodeClient:
                         self._on_store_restart()
                     case messages.Data():
                         raise ProtocolError(f"{link.peer} sends bytes in its session")
+                    case _ if self._answers:
+                        answer = self._answers.popleft()
+                        if not answer.done():
+                            answer.set_result(said)
                     case _:
-                        self._answers.put_nowait(said)
+                        raise ProtocolError(f"{link.peer} answers what nobody has asked")
         except (NodeLostError, ProtocolError) as error:
             await self._leave(str(error))
