@@ -141,6 +141,31 @@ def test_a_node_comes_back_after_files_of_the_model_were_replaced_everywhere(
     asyncio.run(run())
 
 
+def test_a_node_comes_back_although_the_server_could_not_read_its_model_at_first(
+    scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("banaserve.nodes.server.pool.RETRY_S", 0.05)
+    problems = ["config.json: No such file or directory"]
+
+    def digest(_: object) -> str:
+        if problems:
+            raise UserError(problems.pop())
+        return ""
+
+    async def run() -> None:
+        node = await start_node(tmp_path)
+        async with opened(node) as launcher:
+            monkeypatch.setattr("banaserve.nodes.server.pool.model_digest", digest)
+            await node.end()
+            await until(lambda: launcher.nodes()[0].state == "away")
+            node = await start_node(tmp_path, node.port)
+            await until(lambda: launcher.nodes()[0].state == "ready")
+            assert problems == []
+        await node.end()
+
+    asyncio.run(run())
+
+
 def test_what_belonged_to_an_earlier_session_is_refused(scripts: Scripts, tmp_path: Path) -> None:
     async def run() -> None:
         node = await start_node(tmp_path)

@@ -226,6 +226,7 @@ class NodePool:
                     node.order = _at_home(order, client)
                     await client.prepare(node.order)
                 except (NodeLostError, UserError) as error:
+                    await client.close()  # a session left open would keep the next one out
                     client.problem = str(error)
                 else:
                     logger.info("node %s is back", client.name)
