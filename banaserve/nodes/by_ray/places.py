@@ -111,6 +111,7 @@ class RayPlaces:
         self._log_path = log_path
         self._driver: asyncio.subprocess.Process | None = None
         self._asking = asyncio.Lock()
+        self._num_unread = 0  # of answers to the orders that the driver has been given
 
     async def open(self, say: Callable[[str], None]) -> list[AgentPlace]:
         say(f"asking Ray ({self._request.address}) for nodes")
@@ -180,6 +181,7 @@ class RayPlaces:
             )
         finally:
             os.close(log)
+        self._num_unread = 0
         try:
             answer = await self._ask(self._request, _PLACE_S)
         except UserError:
@@ -200,8 +202,11 @@ class RayPlaces:
         assert driver.stdout is not None
         try:
             driver.stdin.write(msgspec.json.encode(line) + b"\n")
+            self._num_unread += 1
             async with asyncio.timeout(timeout_s):
-                said = await driver.stdout.readline()
+                while self._num_unread:  # the answer to an abandoned order comes first
+                    said = await driver.stdout.readline()
+                    self._num_unread -= 1
         except (TimeoutError, OSError):
             said = b""
         if not said:
