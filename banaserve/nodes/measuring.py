@@ -23,6 +23,7 @@ from banaserve.nodes import messages
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import NodeLink, NodeLostError, connect
 from banaserve.nodes.places import AgentPlace
+from banaserve.transport.threaded_server import listen_tcp
 
 _NUM_ROUND_TRIPS = 20
 _PING = messages.Data(1, b".")
@@ -44,7 +45,7 @@ async def echo(link: NodeLink, host: str) -> None:
         ProtocolError: The peer has sent an unexpected message.
     """
     token = secrets.token_bytes(_TOKEN_BYTES)
-    with socket.create_server((host, 0), backlog=1) as listening:
+    with listen_tcp(host) as listening:
         listening.settimeout(_SOCKET_S)
         counting = asyncio.create_task(asyncio.to_thread(_count, listening, token))
         try:

@@ -95,22 +95,23 @@ class Node:
     stop: asyncio.Event
     serving: asyncio.Task[None]
     said: list[str]
+    host: str = "127.0.0.1"
 
     @property
     def address(self) -> str:
-        return written("127.0.0.1", self.port)
+        return written(self.host, self.port)
 
     async def end(self) -> None:
         self.stop.set()
         await self.serving
 
 
-async def start_node(folder: Path, port: int = 0, key: str = KEY) -> Node:
+async def start_node(folder: Path, port: int = 0, key: str = KEY, host: str = "127.0.0.1") -> Node:
     said: list[str] = []
     stop, opened = asyncio.Event(), asyncio.get_running_loop().create_future()
     agent = NodeAgent(ClusterCredentials.of(key), RunDir(folder, folder), said.append)
-    serving = asyncio.create_task(agent.serve("127.0.0.1", port, stop, opened.set_result))
-    return Node(await opened, stop, serving, said)
+    serving = asyncio.create_task(agent.serve(host, port, stop, opened.set_result))
+    return Node(await opened, stop, serving, said, host)
 
 
 def patched(monkeypatch: pytest.MonkeyPatch) -> Scripts:

@@ -6,6 +6,7 @@ The agent runs in the test's process over real TLS; engines are small scripts in
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from dataclasses import replace
@@ -26,8 +27,9 @@ from banaserve.nodes.model_check import model_digest
 from banaserve.nodes.places import AgentPlace, GivenPlaces
 from banaserve.nodes.server import client as clients
 from banaserve.serving.launch.messages import StartEngine, StartGuest
+from banaserve.transport.errors import PeerGoneError
 from node_doubles import KEY, Front, Scripts, launcher_of, opened, patched, start_node
-from waiting import until
+from waiting import eventually, until
 
 
 @pytest.fixture
@@ -401,6 +403,33 @@ def test_guests_of_one_node_share_memory_and_others_meet_by_tcp(
 
     for number in range(2):
         (tmp_path / str(number)).mkdir()
+    asyncio.run(run())
+
+
+@pytest.mark.skipif(
+    not Path("/proc/net/if_inet6").exists() or "lo" not in Path("/proc/net/if_inet6").read_text(),
+    reason="this machine has no IPv6",
+)
+def test_nodes_may_have_addresses_of_ipv6(scripts: Scripts, tmp_path: Path) -> None:
+    async def run() -> None:
+        nodes = [await start_node(tmp_path, host="::1") for _ in range(2)]
+        async with opened(*nodes) as launcher:
+            await until(lambda: launcher.distance("p0", "d0") is not None)
+            far = await launcher.guest_place("d0", "p0", "g1-d0-p0", "shm", tmp_path)
+            address = GuestAddress("g1", far.channel, "token", "tcp", far.folder, "00" * 16)
+            waiting = asyncio.create_task(asyncio.to_thread(address.accept, 60.0))
+
+            def meets() -> bool:
+                with contextlib.suppress(PeerGoneError):
+                    address.connect(60.0).close()
+                    return True
+                return False
+
+            await asyncio.to_thread(eventually, meets)
+            (await waiting).close()
+        for node in nodes:
+            await node.end()
+
     asyncio.run(run())
 
 

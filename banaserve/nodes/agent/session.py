@@ -7,7 +7,6 @@ import contextlib
 import os
 import secrets
 import shutil
-import socket
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -32,6 +31,7 @@ from banaserve.serving.launch.devices import Devices
 from banaserve.serving.launch.launcher import ForkLauncher, Launcher, SpawnLauncher
 from banaserve.serving.launch.messages import StartEngine, StartGuest
 from banaserve.serving.launch.parent_link import start_parent
+from banaserve.transport.threaded_server import listen_tcp
 
 
 class NodeSession:
@@ -209,6 +209,6 @@ def _store_options(told: messages.NodeStore) -> StoreOptions:
 
 
 def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as unused:
+    with listen_tcp(host) as unused:
         port: int = unused.getsockname()[1]
         return port

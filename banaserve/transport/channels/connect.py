@@ -120,6 +120,7 @@ def connect_tcp(host_and_port: str, timeout_s: float) -> socket.socket:
 
 def _tcp_place(host_and_port: str) -> tuple[int, tuple[str, int]]:
     host, _, port = host_and_port.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise RefusedError(f"{host_and_port!r} is no HOST:PORT")
     return socket.AF_INET6 if ":" in host else socket.AF_INET, (host, int(port))
