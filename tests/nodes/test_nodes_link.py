@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import secrets
 import ssl
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -28,15 +31,19 @@ from banaserve.nodes.messages import (
     Done,
     FreePort,
     LogWritten,
+    NodeMessage,
     NodeRefused,
     PortFound,
     PrepareNode,
+    ProcessDying,
+    ProcessEnded,
     SessionOpened,
     SetStorePeers,
 )
 from banaserve.nodes.places import AgentPlace
 from banaserve.nodes.relay import Relay
 from banaserve.nodes.server import client as clients
+from banaserve.nodes.server import shim
 from banaserve.nodes.server.client import NodeClient
 from waiting import until
 
@@ -414,6 +421,27 @@ def test_sockets_of_a_node_lead_to_those_of_the_server(tmp_path: Path) -> None:
 
     asyncio.run(run())
     assert sum(map(len, seen)) == 2 << 20
+
+
+def test_a_full_disk_takes_the_log_of_a_node_s_engine_but_not_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    life, said = threading.Event(), [LogWritten(b"words"), ProcessDying(), ProcessEnded()]
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def receive() -> NodeMessage:
+        return said.pop(0)
+
+    async def run() -> None:
+        link: Any = SimpleNamespace(receive=receive)
+        with monkeypatch.context() as patch:
+            patch.setattr("banaserve.nodes.server.shim.os.write", full)
+            await shim._follow(link, Relay(link), {}, life)
+
+    asyncio.run(run())
+    assert life.is_set()
 
 
 def test_a_socket_that_nobody_has_offered_is_refused() -> None:

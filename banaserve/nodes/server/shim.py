@@ -8,6 +8,7 @@ not know where they run.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -87,7 +88,8 @@ async def _follow(
             case messages.Data():
                 await relay.took(said)
             case messages.LogWritten(written):
-                os.write(2, written)
+                with contextlib.suppress(OSError):  # a full disk takes the log, not the engine
+                    os.write(2, written)
             case messages.ChannelOpened():
                 await relay.opened(said, targets)
             case messages.ChannelClosed():
