@@ -122,8 +122,8 @@ class NodeLink:
 
     async def close(self) -> None:
         """End the connection; unsent bytes are lost."""
+        self._writer.transport.abort()  # first: the wait may be cancelled
         await end_tasks(self._beating)
-        self._writer.transport.abort()
 
 
 async def connect(

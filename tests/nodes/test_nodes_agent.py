@@ -9,16 +9,21 @@ import asyncio
 import contextlib
 import os
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from banaserve.base.errors import InstanceDeadError, UserError
 from banaserve.base.platform.processes import is_running, wait_dying, wait_ended
+from banaserve.base.platform.run_dir import RunDir
 from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.nodes import link as links
 from banaserve.nodes.agent import agent as agents
+from banaserve.nodes.agent import session as sessions
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import connect
 from banaserve.nodes.measuring import HERE, survey_nodes
@@ -164,6 +169,45 @@ def test_a_node_comes_back_although_the_server_could_not_read_its_model_at_first
             await until(lambda: launcher.nodes()[0].state == "ready")
             assert problems == []
         await node.end()
+
+    asyncio.run(run())
+
+
+def test_a_session_that_ends_starts_nothing_that_was_ordered_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks, checked, closes, closed = (threading.Event() for _ in range(4))
+
+    def check(*_: object) -> None:
+        checks.set()
+        checked.wait()
+
+    class SlowToEnd(Scripts):
+        def close(self) -> None:
+            closes.set()
+            closed.wait()
+            super().close()
+
+    async def run() -> None:
+        monkeypatch.setattr(sessions, "check_model", check)
+        link: Any = SimpleNamespace(receive=asyncio.Event().wait, send=lambda _: asyncio.sleep(0))
+        session = sessions.NodeSession(link, "server", "127.0.0.1", RunDir(tmp_path, tmp_path))
+        session._launcher = scripts = SlowToEnd()  # type: ignore[assignment]
+        order = JoinSession(session.incarnation, "d0", "d0.1")
+        starting = asyncio.create_task(session.run_process(link, order))
+        await asyncio.to_thread(checks.wait)
+        closing = asyncio.create_task(session.close())
+        await asyncio.to_thread(closes.wait)
+        checked.set()
+        await asyncio.wait(
+            {starting, asyncio.create_task(until(lambda: scripts.pids))},
+            return_when="FIRST_COMPLETED",
+        )
+        closed.set()
+        await closing
+        assert scripts.pids == []
+        with pytest.raises(UserError, match="has not been prepared"):
+            await starting
 
     asyncio.run(run())
 

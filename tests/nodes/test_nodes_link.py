@@ -319,6 +319,20 @@ def test_an_answer_that_nobody_awaits_any_more_is_not_that_to_the_next_question(
     asyncio.run(run())
 
 
+def test_a_link_is_closed_although_its_closing_was_cancelled() -> None:
+    async def run() -> None:
+        async with door(until_gone) as port:
+            link = await connect("127.0.0.1", port, ClusterCredentials.of(KEY))
+            closing = asyncio.create_task(link.close())
+            await asyncio.sleep(0)
+            closing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await closing
+            assert link._writer.transport.is_closing()
+
+    asyncio.run(run())
+
+
 def test_a_refusal_and_nonsense_are_one_line_each() -> None:
     async def refuse(link: NodeLink) -> None:
         await link.send(NodeRefused("it is full"))

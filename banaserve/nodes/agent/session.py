@@ -148,10 +148,10 @@ class NodeSession:
         Raises:
             BanaServeError: The process could not be started.
         """
-        if self._launcher is None:
-            raise UserError("the node has not been prepared")
-        launcher, argv = self._launcher, order.vllm_argv or self._vllm_argv
+        argv = order.vllm_argv or self._vllm_argv
         await asyncio.to_thread(check_model, argv, order.model_digest)
+        if (launcher := self._launcher) is None:  # perhaps by now: the session may have ended
+            raise UserError("the node has not been prepared")
         if order.guest:
             address = msgspec.json.decode(order.guest, type=GuestAddress)
             stem = self._folder / Path(address.guest_id).name
@@ -182,9 +182,9 @@ class NodeSession:
 
     async def close(self) -> None:
         """End every process of the session."""
+        launcher, self._launcher = self._launcher, None  # from now on nothing is started
         await end_tasks(*self._processes)
-        if self._launcher is not None:
-            launcher, self._launcher = self._launcher, None
+        if launcher is not None:
             await asyncio.to_thread(launcher.close)
         if self._store is not None:
             await self._store.stop()
