@@ -145,7 +145,12 @@ class _EngineParent:
         reach(FailPoint.LAUNCHER_ORDER)
         if isinstance(order, messages.Order):
             parent_pid = os.getpid()
-            if not (pid := os.fork()):
+            try:
+                pid = os.fork()
+            except OSError as error:  # no room for another process: those that run go on
+                print(f"{messages.name_of(order)} cannot be started: {error}", file=sys.stderr)
+                return True
+            if not pid:
                 _in_child(lambda: self._become(order, parent_pid))
             self._pids.add(pid)
             messages.send(self._control, messages.Started(messages.name_of(order), pid))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -200,6 +202,19 @@ def test_an_order_that_another_parent_has_got_since_is_not_obeyed() -> None:
     assert engine_parent._is_late(late)
     assert not engine_parent._is_late(msgspec.structs.replace(late, until_s=time.monotonic() + 1e3))
     assert not engine_parent._is_late(messages.StartEngine("d0", "", ""))
+
+
+def test_a_fork_that_fails_ends_no_engine_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> int:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", fails)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        config: Any = None
+        parent = engine_parent._EngineParent(config, theirs)
+        messages.send(ours, messages.StartEngine("d0", "", ""))
+        assert parent._obey()  # otherwise, or after an error, the parent would kill its engines
 
 
 def test_a_stopped_child_is_ended_and_reaped(process: subprocess.Popen[bytes]) -> None:
