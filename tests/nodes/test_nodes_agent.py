@@ -192,7 +192,8 @@ def test_a_session_that_ends_starts_nothing_that_was_ordered_before(
         monkeypatch.setattr(sessions, "check_model", check)
         link: Any = SimpleNamespace(receive=asyncio.Event().wait, send=lambda _: asyncio.sleep(0))
         session = sessions.NodeSession(link, "server", "127.0.0.1", RunDir(tmp_path, tmp_path))
-        session._launcher = scripts = SlowToEnd()  # type: ignore[assignment]
+        scripts: Any = SlowToEnd()
+        session._launcher = scripts
         order = JoinSession(session.incarnation, "d0", "d0.1")
         starting = asyncio.create_task(session.run_process(link, order))
         await asyncio.to_thread(checks.wait)
