@@ -20,7 +20,7 @@ from banaserve.transport.errors import RefusedError
 from banaserve.transport.regions.descriptor import RegionDescriptor, check_offer
 from banaserve.transport.regions.offered_region import OfferedRegion, RegionStore
 from banaserve.transport.regions.remote_region import RemoteRegion
-from banaserve.transport.threaded_server import Service
+from banaserve.transport.threaded_server import ConnectionPlaces, Service
 
 MIN_SECRET_BYTES = 16
 Bytes = npt.NDArray[np.uint8]
@@ -100,6 +100,7 @@ class Transport(ABC):
         self._offered: dict[bytes, OfferedRegion] = {}
         self._opened: set[RemoteRegion] = set()
         self._service: Service | None = None
+        self._places = ConnectionPlaces()
         self._address = ""
 
     def offer(self, num_bytes: int, epoch: int) -> OfferedRegion:
@@ -112,7 +113,8 @@ class Transport(ABC):
         with self._lock:
             if self._service is None:
                 listener, self._address = self._listen()
-                self._service = Service(f"transport-{self.name}", listener, self._serve)
+                name = f"transport-{self.name}"
+                self._service = Service(name, listener, self._serve, self._places)
             region_id = secrets.token_bytes(REGION_ID_BYTES)
             place = RegionDescriptor(self.name, region_id, num_bytes, epoch, self._address)
             store = self._reserve(num_bytes, epoch)

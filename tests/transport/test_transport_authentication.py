@@ -11,10 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from banaserve.transport.backends.tcp import TcpTransport
 from banaserve.transport.channels import authentication
 from banaserve.transport.channels.authentication import CODE_BYTES, Seal
 from banaserve.transport.channels.stream import SocketStream
 from banaserve.transport.errors import PeerGoneError, RefusedError
+from banaserve.transport.interface import TransportOptions
+from banaserve.transport.threaded_server import MAX_CONNECTIONS
 from depth import num_examples
 
 SECRET, OTHER = b"the secret of a run", b"the secret of another run"
@@ -180,3 +183,14 @@ def test_a_code_is_of_the_bytes_however_they_are_cut(parts, cuts, bit):
     changed = bytearray(data + code)
     changed[bit // 8 % len(changed)] ^= 1 << bit % 8
     assert not accepts(other, bytes(changed[: len(data)]), bytes(changed[len(data) :]))
+
+
+def test_strangers_keep_no_peer_away_from_a_region():
+    options = TransportOptions(folder="", secret=SECRET)
+    offering, opening = TcpTransport(options), TcpTransport(options)
+    place = offering.offer(4096, 1).descriptor
+    host, _, port = place.address.removeprefix("tcp:").rpartition(":")
+    strangers = [socket.create_connection((host, int(port))) for _ in range(MAX_CONNECTIONS)]
+    opening.open(place, WAIT_S).close()
+    for one in (opening, offering, *strangers):
+        one.close()

@@ -19,6 +19,7 @@ import numpy as np
 
 from banaserve.base.errors import ProtocolError
 from banaserve.base.net.framing import decode
+from banaserve.base.net.sockets import keep_alive
 from banaserve.transport.channels.channel import StreamChannel
 from banaserve.transport.channels.connect import connect_tcp, over_tcp, tcp_address
 from banaserve.transport.errors import (
@@ -43,7 +44,12 @@ from banaserve.transport.regions.descriptor import RegionDescriptor, check_offse
 from banaserve.transport.regions.gpu_memory import CudaGpu
 from banaserve.transport.regions.offered_region import OfferedRegion, PrivateMemory, reserve
 from banaserve.transport.regions.remote_region import RemoteRegion, Ticket
-from banaserve.transport.threaded_server import GREETING_S, listen_tcp
+from banaserve.transport.threaded_server import (
+    GREETING_S,
+    MAX_STRANGERS,
+    ConnectionPlaces,
+    listen_tcp,
+)
 
 # Only waiting for a ticket has a deadline; the connection itself has none.
 FOREVER_S = 1e6
@@ -93,6 +99,7 @@ class ChannelTransport(Transport):
 
     def __init__(self, options: TransportOptions, gpu: CudaGpu | None = None) -> None:
         super().__init__(options)
+        self._places = ConnectionPlaces(num_strangers=MAX_STRANGERS)
         self._gpu = gpu
 
     @abstractmethod
@@ -109,6 +116,7 @@ class ChannelTransport(Transport):
 
     def _listen(self) -> tuple[socket.socket, str]:
         listener = listen_tcp(self._options.host)
+        keep_alive(listener)
         return listener, tcp_address(listener)
 
     def _reserve(self, num_bytes: int, epoch: int) -> PrivateMemory:
@@ -132,6 +140,8 @@ class ChannelTransport(Transport):
     def _serve(self, sock: socket.socket) -> None:
         deadline = time.monotonic() + GREETING_S
         channel = over_tcp(sock, self._options.secret, deadline, listening=True)
+        if not self._places.proved(sock):
+            return
         opening = channel.receive(FOREVER_S)
         request = request_in(opening)
         region = self._find(request.region_id) if isinstance(request, Open) else None
