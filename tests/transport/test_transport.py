@@ -30,6 +30,7 @@ from banaserve.transport.errors import (
 )
 from banaserve.transport.interface import Tensor, TransportOptions
 from banaserve.transport.memory import PAGE_BYTES, SLICE_BYTES, Memory, Plan, whole_pages
+from banaserve.transport.regions.descriptor import MAX_REGION_BYTES
 from banaserve.transport.regions.shared_file import SharedFile, new_file
 from waiting import eventually
 
@@ -69,6 +70,16 @@ def test_the_floor_imports_torch_nowhere_but_in_its_transport():
         "sys.exit(any(name in sys.modules for name in ('torch', 'nixl', 'vllm')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_region_for_which_there_are_no_addresses_is_refused_and_leaves_no_descriptor(tmp_path):
+    transport = registry.create("shm", TransportOptions(folder=str(tmp_path), secret=bytes(16)))
+    transport.offer(PAGE_BYTES, 1).close()
+    num_open = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(RefusedError, match="cannot map"):
+        transport.offer(MAX_REGION_BYTES, 1)
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    transport.close()
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,12 @@ class ShmTransport(Transport):
         return listener, str(path)
 
     def _reserve(self, num_bytes: int, epoch: int) -> SharedFile:
-        return SharedFile(new_file(num_bytes, epoch), num_bytes)
+        fd = new_file(num_bytes, epoch)
+        try:
+            return SharedFile(fd, num_bytes)
+        except OSError as error:
+            os.close(fd)
+            raise RefusedError(f"cannot map {num_bytes} bytes: {error.strerror}") from None
 
     def _connect(self, descriptor: RegionDescriptor, timeout_s: float) -> ShmRemote:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
