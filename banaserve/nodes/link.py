@@ -145,7 +145,7 @@ async def connect(
             )
     except TimeoutError:
         raise NodeLostError(f"{name} does not answer: is a firewall between?") from None
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # no name of a host may be such as a..b
         raise NodeLostError(f"{name}: {_words(error)}") from error
     link = NodeLink(reader, writer, name, silent_s)
     link.start_beats()

@@ -365,6 +365,8 @@ def test_nobody_there_is_one_line() -> None:
     async def run() -> None:
         with pytest.raises(NodeLostError, match=r"node 127.0.0.1:1: .*[Rr]efused"):
             await connect("127.0.0.1", 1, ClusterCredentials.of(KEY))
+        with pytest.raises(NodeLostError, match=r"node a\.\.b:1: .*label empty"):
+            await connect("a..b", 1, ClusterCredentials.of(KEY))
 
     asyncio.run(run())
     with pytest.raises(UserError, match=r"16 characters or more.*give --cluster-key-file"):
