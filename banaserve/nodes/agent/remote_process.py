@@ -91,6 +91,7 @@ class RemoteProcess:
         with contextlib.suppress(NodeLostError):
             await self._link.send(ProcessDying())
         await wait_ended(self._pid)
+        self._pid = 0  # another process may have it by now
 
     async def _copy_log(self, reading: int) -> None:
         with contextlib.suppress(NodeLostError):
