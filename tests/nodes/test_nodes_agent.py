@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 
 from banaserve.base.errors import InstanceDeadError, UserError
+from banaserve.base.net.addresses import host_and_port
 from banaserve.base.platform.processes import is_running, wait_dying, wait_ended
 from banaserve.base.platform.run_dir import RunDir
+from banaserve.kvstore.daemon.options import StoreOptions
 from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.nodes import link as links
 from banaserve.nodes.agent import agent as agents
@@ -28,12 +30,20 @@ from banaserve.nodes.agent import session as sessions
 from banaserve.nodes.credentials import ClusterCredentials
 from banaserve.nodes.link import connect
 from banaserve.nodes.measuring import HERE, survey_nodes
-from banaserve.nodes.messages import Inspect, JoinSession, LinkMeasured, SessionOpened, own_version
+from banaserve.nodes.messages import (
+    Inspect,
+    JoinSession,
+    LinkMeasured,
+    PrepareNode,
+    SessionOpened,
+    own_version,
+)
 from banaserve.nodes.model_check import model_digest
 from banaserve.nodes.places import AgentPlace, GivenPlaces
 from banaserve.nodes.server import client as clients
 from banaserve.serving.launch.messages import StartEngine, StartGuest
 from banaserve.transport.errors import PeerGoneError
+from banaserve.transport.threaded_server import listen_tcp
 from node_doubles import KEY, Front, Scripts, launcher_of, opened, patched, start_node
 from waiting import eventually, until
 
@@ -179,6 +189,32 @@ def test_a_node_comes_back_although_the_server_could_not_read_its_model_at_first
             node = await start_node(tmp_path, node.port)
             await until(lambda: launcher.nodes()[0].state == "ready")
             assert problems == []
+        await node.end()
+
+    asyncio.run(run())
+
+
+def test_a_node_comes_back_although_the_port_of_its_store_has_been_taken(
+    scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("banaserve.nodes.server.pool.RETRY_S", 0.05)
+
+    async def listen(_: sessions.NodeSession, order: PrepareNode) -> None:
+        assert order.store is not None
+        listen_tcp(*host_and_port("store", order.store.listen)).close()
+
+    monkeypatch.setattr(sessions.NodeSession, "_start_store", listen)
+
+    async def run() -> None:
+        node = await start_node(tmp_path)
+        async with opened(node, store=StoreOptions(size="1MiB")) as launcher:
+            (store,) = launcher.pool.stores()
+            await node.end()
+            await until(lambda: launcher.nodes()[0].state == "away")
+            with listen_tcp(*host_and_port("store", store)):
+                node = await start_node(tmp_path, node.port)
+                await until(lambda: launcher.nodes()[0].state == "ready")
+            assert launcher.pool.stores() != [store]
         await node.end()
 
     asyncio.run(run())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from banaserve.base.errors import UserError
-from banaserve.base.net.addresses import host_and_port, written
+from banaserve.base.net.addresses import written
 from banaserve.base.tasks import end_tasks
 from banaserve.base.types import InstanceId, Role
 from banaserve.contracts.environment import GRAPHS_VARIABLE
@@ -223,7 +223,7 @@ class NodePool:
                     await client.open()
                     digest = await self.digest(node.order.vllm_argv)  # files may have been replaced
                     order = msgspec.structs.replace(node.order, model_digest=digest)
-                    node.order = _at_home(order, client)
+                    node.order = await _at_home(order, client)
                     await client.prepare(node.order)
                 except (NodeLostError, UserError) as error:
                     await client.close()  # a session left open would keep the next one out
@@ -373,10 +373,9 @@ async def _taken(client: NodeClient) -> NodeFacts:
     return NodeFacts(client.name, opened.gpus, opened.memory_bytes)
 
 
-def _at_home(order: PrepareNode, client: NodeClient) -> PrepareNode:
-    """Return the order with its store on the node's present host, which may have changed."""
+async def _at_home(order: PrepareNode, client: NodeClient) -> PrepareNode:
+    """Return the order with its store at a free port of the node's present host."""
     if order.store is None:
         return order
-    port = host_and_port("store", order.store.listen)[1]
-    store = msgspec.structs.replace(order.store, listen=written(client.host, port))
-    return msgspec.structs.replace(order, store=store)
+    listen = written(client.host, await client.free_port())  # the port of before may be taken
+    return msgspec.structs.replace(order, store=msgspec.structs.replace(order.store, listen=listen))
