@@ -23,9 +23,14 @@ SOCKET_NAMES = ("h", "i", "o")
 
 
 class Relay:
-    """Connections to Unix sockets that continue over a link. Each side of the link has a relay."""
+    """Connections to Unix sockets that continue over a link. Each side of the link has a relay.
+
+    Attributes:
+        used: Event that is set when the first process has connected to a socket of ``listen``.
+    """
 
     def __init__(self, link: NodeLink) -> None:
+        self.used = asyncio.Event()
         self._link = link
         self._numbers = itertools.count(1)
         self._open: dict[int, asyncio.StreamWriter] = {}
@@ -49,6 +54,7 @@ class Relay:
         if len(self._open) >= MAX_CHANNELS:
             writer.close()
             return
+        self.used.set()
         channel = next(self._numbers)
         self._open[channel] = writer
         try:

@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 
+import node_doubles
 from banaserve.base.errors import InstanceDeadError, UserError
 from banaserve.base.net.addresses import host_and_port
+from banaserve.base.platform import processes
 from banaserve.base.platform.processes import is_running, wait_dying, wait_ended
 from banaserve.base.platform.run_dir import RunDir
 from banaserve.kvstore.daemon.options import StoreOptions
@@ -84,6 +86,47 @@ def test_an_engine_there_talks_with_the_server_and_ends(
             written_log = front.log.read_text()
             assert f"engine {scripts.pids[0]}\n" in written_log
             assert "SomeError: asked to end" in written_log
+        await node.end()
+
+    asyncio.run(run())
+
+
+DIES_SLOWLY = """
+import signal, socket, sys, threading
+from banaserve.base.platform import processes
+until = threading.Event()
+thread = threading.Thread(target=processes._live, args=(until,))
+thread.start()
+while processes._LIFE not in open(f"/proc/self/task/{thread.native_id}/comm").read():
+    pass
+sock = socket.socket(socket.AF_UNIX)
+sock.connect(sys.argv[1])
+sock.sendall(b"HELLO")
+sock.recv(100)
+until.set()
+signal.pause()
+"""
+
+
+def test_an_engine_s_death_is_known_before_its_memory_is_free(
+    scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        os.close(os.pidfd_open(threading.get_native_id(), processes._PIDFD_THREAD))
+    except OSError as error:
+        pytest.skip(f"this Linux has no descriptors of threads: {error}")
+    monkeypatch.setattr(node_doubles, "ENGINE", DIES_SLOWLY)
+
+    async def run() -> None:
+        node = await start_node(tmp_path)
+        async with opened(node) as launcher, Front(tmp_path) as front:
+            pid = await launcher.start(StartEngine("d0", front.address, str(front.log)))
+            _, writer = await front.hello()
+            dying = asyncio.create_task(wait_dying(pid))
+            writer.write(b"die")
+            await asyncio.wait_for(dying, 60)
+            assert is_running(pid)
+            assert is_running(scripts.pids[0])
         await node.end()
 
     asyncio.run(run())

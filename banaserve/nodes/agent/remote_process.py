@@ -87,10 +87,18 @@ class RemoteProcess:
                         raise ProtocolError(f"{self._link.peer} sent a {type(said).__name__}")
 
     async def _tell_of_end(self) -> None:
-        await wait_dying(self._pid)
-        with contextlib.suppress(NodeLostError):
-            await self._link.send(ProcessDying())
-        await wait_ended(self._pid)
+        used = asyncio.create_task(self._relay.used.wait())
+        ended = asyncio.create_task(wait_ended(self._pid))
+        try:
+            # An engine calls ``show_life`` some time after its start, and connects after that.
+            await asyncio.wait({used, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                await wait_dying(self._pid)
+            with contextlib.suppress(NodeLostError):
+                await self._link.send(ProcessDying())
+            await ended
+        finally:
+            await end_tasks(used, ended)
         self._pid = 0  # another process may have it by now
 
     async def _copy_log(self, reading: int) -> None:
