@@ -201,11 +201,11 @@ class MigrationHost:
         """Begin to move a unit that is away on to another guest, or home.
 
         Raises:
-            MigrationError: The unit has come home, or it is moving, or is at the target already.
+            MigrationError: No such unit is away, or it is moving, or is at the target already.
         """
         unit = next((u for u in self.placement if u.unit_id == unit_id), None)
         if unit is None:
-            raise MigrationError(f"{unit_id} is at home: its guest was lost")
+            raise MigrationError(f"{unit_id} is not away: it has come home, or its guest was lost")
         # An aborted move may still be copying, and frees the room at home only then.
         if any(m.unit is unit and not m.is_over for m in self.moves):
             raise MigrationError(f"{unit_id} is moving: wait for that to end, or abort it")

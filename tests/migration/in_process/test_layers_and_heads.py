@@ -119,7 +119,6 @@ def test_random_plans_at_random_moments(
     [
         ({"type": "layers", "start": 5, "end": 5}, "empty"),
         ({"type": "layers", "start": 5, "end": 7}, "outside"),
-        ({"type": "layers", "start": 0, "end": 6}, "every layer"),
         ({"type": "heads", "heads": []}, "no heads"),
         ({"type": "heads", "heads": [[1, [3]]]}, "no KV head 3"),
         ({"type": "heads", "heads": [[6, [0]]]}, "no layer 6"),
