@@ -436,6 +436,17 @@ async def test_a_validation_that_would_wait_for_long_is_refused() -> None:
     assert refusals("validation") == before + 1
 
 
+@pytest.mark.parametrize("kind", ["octet-stream+json", "x-www-form-urlencoded+JSON ; a=b"])
+async def test_what_an_endpoint_reads_as_json_is_no_upload(kind: str) -> None:
+    headers = {"content-type": f"application/{kind}"}
+    async with door(guarded()) as client, door(application()) as plain:
+        answers = [
+            await one.post("/v1/x", content=b'{"n": 129}', headers=headers)
+            for one in (client, plain)
+        ]
+    assert [one.status_code for one in answers] == [400, 200]
+
+
 async def test_uploads_and_empty_bodies_pass() -> None:
     async with door(guarded()) as client:
         files = {"file": ("a.wav", b"{[" * 100_000)}

@@ -42,7 +42,7 @@ PARSED = "banaserve.body"
 """Key of the parsed body in a request's scope."""
 _NUM_THREADS = 2
 _MAX_HELD_OBJECT_BYTES = 2**30
-_NOT_JSON = ("multipart/", "application/x-www-form-urlencoded", "application/octet-stream")
+_NOT_JSON = ("application/x-www-form-urlencoded", "application/octet-stream")
 
 
 class BodyGuard:
@@ -73,7 +73,7 @@ class BodyGuard:
         if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
             await self._app(scope, receive, send)
             return
-        if Headers(scope=scope).get("content-type", "").lower().startswith(_NOT_JSON):
+        if _is_upload(scope):
             await self._app(scope, receive, send)
             return
         body = await _whole(receive)
@@ -136,6 +136,12 @@ class BodyGuard:
         if parsed is not None:
             scope[PARSED] = parsed
         return found
+
+
+def _is_upload(scope: Scope) -> bool:
+    """Return whether no endpoint reads the body as JSON: ``application/octet-stream+json`` is."""
+    kind = Headers(scope=scope).get("content-type", "").partition(";")[0].strip().lower()
+    return kind in _NOT_JSON or kind.startswith("multipart/")
 
 
 class _Held:
