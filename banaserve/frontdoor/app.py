@@ -80,7 +80,9 @@ async def make_app(
     ]
     if server.is_in_dev_mode():
         own.append(Route("/abort_requests", _abort_requests(client), methods=["POST"]))
-    app.router.routes[:0] = own
+    # vLLM's own page answers every path that begins with /metrics, and is made at each call.
+    others = [one for one in app.router.routes if getattr(one, "path", "") != "/metrics"]
+    app.router.routes[:] = [*own, *others]
     # Around the whole application: vLLM's own list of middleware can no longer be changed.
     return CallTimes(guarded(app, config, grammars), client.tracer)
 

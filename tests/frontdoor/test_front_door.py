@@ -14,13 +14,15 @@ from argparse import Namespace
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import httpx
 import pytest
 
 pytest.importorskip("vllm")
 
-from starlette.types import Receive, Scope, Send
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from banaserve.base.access.cache_salt import tenant
 from banaserve.base.access.tenants import TenantKey
@@ -38,7 +40,9 @@ from banaserve.engine.compat.engine_errors import last_error_in
 from banaserve.engine.compat.front import server
 from banaserve.engine.engine_args import refuse_taken
 from banaserve.frontdoor.app import ApiServer, make_app
-from banaserve.frontdoor.edge.edge import RootPath
+from banaserve.frontdoor.edge.edge import Edge, RootPath
+from banaserve.frontdoor.edge.http_protocol import HttpProtocol
+from banaserve.frontdoor.edge.limits import EdgeLimits
 from banaserve.frontdoor.middleware.admission import BodyLimit, ConcurrencyLimit
 from banaserve.frontdoor.middleware.api_keys import KeyMiddleware
 from banaserve.frontdoor.middleware.request_context import (
@@ -48,6 +52,7 @@ from banaserve.frontdoor.middleware.request_context import (
     RequestHeaderReader,
 )
 from banaserve.serving.client import request_keep_s, request_limits
+from waiting import until
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,6 +87,7 @@ async def test_a_wrong_key_is_refused_and_the_probes_are_open() -> None:
         assert (right.status_code, right.json()["tenant"]) == (200, None)
         for path in ("/health", "/ready", "/metrics", "/version"):
             assert (await door.get(path)).status_code == 200
+            assert (await door.post(path, json={})).status_code == 401
 
 
 @pytest.mark.parametrize("field", [None, "", "Bearer", "Bearer ", "Basic k1"])
@@ -197,9 +203,9 @@ async def test_no_key_set_lets_everybody_in() -> None:
         assert (await door.post("/v1/x")).status_code == 200
 
 
-async def test_a_call_without_ids_aborts_requests_in_vllms_development_mode_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def whole_app(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> ASGIApp:
+    """The application of a server that has no engines."""
+
     async def tasks() -> tuple[str, ...]:
         return ("generate",)
 
@@ -207,18 +213,52 @@ async def test_a_call_without_ids_aborts_requests_in_vllms_development_mode_alon
         pass
 
     monkeypatch.setattr(server, "bind_engines", bind)
-    app = await make_app(
-        engine_args.parse_vllm_argv(["--tokens-only"]),
+    return await make_app(
+        engine_args.parse_vllm_argv(argv),
         SimpleNamespace(get_supported_tasks=tasks, model_config=None, tracer=None),  # type: ignore[arg-type]
         SimpleNamespace(instances={}),  # type: ignore[arg-type]
         SimpleNamespace(answer=echo),  # type: ignore[arg-type]
         ServeConfig(),
         None,
     )
-    async with client(app) as door:
+
+
+async def test_a_call_without_ids_aborts_requests_in_vllms_development_mode_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with client(await whole_app(["--tokens-only"], monkeypatch)) as door:
         answer = await door.post("/abort_requests", json={})
     assert answer.status_code == 400
     assert "request_ids" in answer.json()["error"]["message"]
+
+
+async def test_no_path_leads_to_a_page_of_metrics_without_bounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with client(await whole_app([], monkeypatch)) as door:
+        found = [await door.get(path) for path in ("/metrics/", "/metrics/any", "/metricsany")]
+    assert [one.status_code for one in found] == [307, 404, 404]
+    assert found[0].headers["location"] == "http://door/metrics"
+
+
+async def test_no_request_of_a_pipeline_gets_the_limits_of_the_one_before() -> None:
+    seen = []
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append((request_limits.get(), request_keep_s.get()))
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    config = uvicorn.Config(RequestHeaderReader(application), log_config=None, lifespan="off")
+    config.load()
+    state = uvicorn.Server(config).server_state
+    door = HttpProtocol(Edge(EdgeLimits()), config=config, server_state=state, app_state={})
+    door.connection_made(MagicMock(get_extra_info=lambda *_: None, is_closing=lambda: False))
+    limits = f"{TTFT_HEADER}: 1\r\n{KEEP_HEADER}: 60\r\n"
+    for fields in (limits, ""):
+        door.data_received(f"GET / HTTP/1.1\r\nHost: d\r\n{fields}\r\n".encode())
+    await until(lambda: len(seen) == 2)
+    assert seen == [(RequestLimits(ttft_s=1.0), 60.0), (RequestLimits(), 0.0)]
 
 
 @pytest.mark.parametrize(("num_bytes", "status"), [(100, 200), (101, 413)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from asyncio import Transport
+from contextvars import copy_context
 from http import HTTPStatus
 from time import monotonic
 from typing import Any
@@ -40,6 +41,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Transport) -> None:
         super().connection_made(transport)
+        self._context = copy_context()
         self._due_s = monotonic() + self._limits.head_s
         if not self._place.take(transport):
             self._is_refused = True
@@ -136,7 +138,8 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()
+        # The next request of a pipeline begins here, and must not get this one's tenant and limits.
+        self._context.run(super().on_response_complete)
         if self._in_head and self._framing_bytes and not self._due_s:
             self._due_s = monotonic() + self._limits.head_s
 

@@ -26,6 +26,7 @@ from banaserve.frontdoor.edge.edge import mark_authenticated, path_of
 from banaserve.frontdoor.edge.refusals import note, refuse
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version", "/metrics"})
+"""Paths that need no key to be read."""
 _TENANT_FIELD = TENANT_FIELD.lower().encode()
 
 
@@ -141,11 +142,13 @@ def _answer_odd_tenant() -> Response:
 def _is_guarded(scope: Scope) -> bool:
     if scope["type"] not in ("http", "websocket") or scope.get("method") == "OPTIONS":
         return False
-    return path_of(scope).rstrip("/") not in OPEN_PATHS
+    # The body of any other method would be kept and parsed, at whatever path.
+    is_read = scope.get("method") in ("GET", "HEAD")
+    return not is_read or path_of(scope).rstrip("/") not in OPEN_PATHS
 
 
 def _is_metrics(scope: Scope) -> bool:
-    """Return whether the path is ``/metrics`` or vLLM's own page, mounted below that path."""
+    """Return whether the path is ``/metrics`` or below that path."""
     return scope["type"] == "http" and f"{path_of(scope)}/".startswith("/metrics/")
 
 
