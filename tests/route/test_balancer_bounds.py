@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,8 @@ from msgspec import structs
 
 from banaserve.base.types import RequestId
 from banaserve_route.balancer import server
-from banaserve_route.balancer.config import LimitSettings, PolicySettings
+from banaserve_route.balancer.config import BalancerSettings, LimitSettings, PolicySettings
+from banaserve_route.balancer.head_checks import HeadChecks
 from banaserve_route.balancer.http.client_connection import UNREAD_S, ClientConnection
 from banaserve_route.balancer.http.request import ClientRequest, RequestRefusedError
 from banaserve_route.balancer.requests.routing_request import MAX_CONVERTED_BYTES, read_request
@@ -303,3 +305,17 @@ def test_a_target_in_absolute_form_is_its_path(target: bytes, passed_on: bytes |
     message.head_complete(b"GET", "1.1", True)
     assert (message.target, message.path) == (passed_on, passed_on.partition(b"?")[0])
     assert b"".join(message.parts(b"")).startswith(b"GET " + passed_on + b" HTTP/1.1\r\n")
+
+
+@pytest.mark.parametrize("path", [b"/health", b"/metrics", b"/ui/"])
+@pytest.mark.parametrize("framing", [b"Content-Length: 1", b"Transfer-Encoding: chunked"])
+def test_no_path_of_the_balancer_takes_a_body_without_a_key(path: bytes, framing: bytes) -> None:
+    checks = HeadChecks(BalancerSettings(api_keys=("good",), admin_key="of-the-admin"))
+    for fields in ([], [framing], [framing, b"Authorization: Bearer good"]):
+        message = ClientRequest()
+        message.add_url(path)
+        for line in (b"Host: b", *fields):
+            message.add_field(*line.split(b": "))
+        message.head_complete(b"POST", "1.1", True)
+        with pytest.raises(RequestRefusedError) if fields == [framing] else nullcontext():
+            assert checks.is_own(message)

@@ -35,12 +35,14 @@ class HeadChecks:
         """Return whether ``message`` asks for one of ``own_paths``.
 
         Raises:
-            RequestRefusedError: The path needs the admin key.
+            RequestRefusedError: The path needs the admin key, or there is a body and no key.
         """
         if message.path not in self.own_paths:
             return False
         if message.path == STATUS_PATH:
             check_key(self._admin_keys, message)
+        elif message.has_body:
+            self.check_key(message)
         return True
 
     def check_key(self, message: ClientRequest) -> bool:

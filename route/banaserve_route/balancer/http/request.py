@@ -133,9 +133,14 @@ class ClientRequest:
         return b"Content-Length: %d\r\n" % self.announced_bytes
 
     @property
+    def has_body(self) -> bool:
+        """True if the head says that a body follows."""
+        return self.announced_bytes > 0 or self._is_chunked
+
+    @property
     def is_preflight(self) -> bool:
         """True for a question without a body, which browsers ask before they send a key (CORS)."""
-        return self.method == b"OPTIONS" and not (self.announced_bytes or self._is_chunked)
+        return self.method == b"OPTIONS" and not self.has_body
 
     @property
     def session(self) -> str:
