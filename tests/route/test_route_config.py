@@ -152,6 +152,13 @@ def test_a_mistake_in_yaml_is_named_too(tmp_path, text, line):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ['api_keys: ["secret"\nport: 1', "api_keys: secret: 1"])
+def test_a_mistake_in_yaml_quotes_no_key(tmp_path, text):
+    with pytest.raises(UserError, match=r"\(at line \d, column \d+\)$") as caught:
+        read_settings(write(tmp_path, text, "route.yaml"))
+    assert "secret" not in str(caught.value)
+
+
 def test_files_that_are_none(tmp_path):
     with pytest.raises(UserError, match="cannot read"):
         read_settings(tmp_path / "none.toml")

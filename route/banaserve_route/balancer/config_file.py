@@ -93,6 +93,11 @@ def _read(path: Path) -> Any:
         return tomllib.loads(text)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except yaml.MarkedYAMLError as error:
+        # Not the error's own text: it quotes the line, which may hold a key.
+        words, at = ", ".join(filter(None, (error.context, error.problem))), error.problem_mark
+        where = f" (at line {at.line + 1}, column {at.column + 1})" if at else ""
+        raise UserError(f"{path}: {words}{where}") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{path}: {' '.join(str(error).split())}") from None
 
