@@ -84,6 +84,17 @@ def test_one_question_is_answered(
     }
 
 
+def test_an_answer_controls_no_terminal(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = ["chat", "b\x1b[2J a\x9b\u200d\u00e9", "--url", url, "--api-key", KEY]
+    assert main(said) == 0
+    assert capsys.readouterr().out == "a\x9b\u200d\u00e9 b\x1b[2J\n"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert main(said) == 0
+    assert capsys.readouterr().out == "a\u200d\u00e9 b[2J\n"
+
+
 def test_a_conversation_keeps_what_was_said(
     url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

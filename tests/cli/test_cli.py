@@ -18,7 +18,7 @@ from banaserve.cli import main as cli
 from banaserve.cli.app import App
 from banaserve.cli.kvstore import store_rows
 from banaserve.cli.terminal import console
-from banaserve.cli.terminal.console import counting, print_rows
+from banaserve.cli.terminal.console import counting, print_error, print_rows
 from banaserve.kvstore.stats import StoreStats
 
 
@@ -234,6 +234,17 @@ def test_help_and_doctor_import_nothing_heavy():
 def test_rows_are_aligned_plain_lines_where_there_is_no_terminal(capsys):
     print_rows([("a", "OK", "fine"), ("long", "missing", "")], {"OK": "green"})
     assert capsys.readouterr().out == "a     OK       fine\nlong  missing\n"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_what_clients_name_controls_no_terminal(is_terminal, capsys, monkeypatch):
+    """The id of a request is what its client says."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    print_rows([("a\x1b]52;c;eA\x07\nb\x9b2J", "OK")], {})
+    print_error("there is no request \x1b[2J")
+    shown = capsys.readouterr()
+    assert not {"\x1b", "\x07", "\x9b"} & {*shown.out, *shown.err}
+    assert (shown.out.count("\n"), shown.err.count("\n")) == (1, 1)
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from banaserve.cli.app import App
 from banaserve.frontdoor.admin_client import ServerApi
 
 _TIMEOUT_S = 600.0
+_CONTROLS = re.compile(r"[\0-\b\v-\x1f\x7f-\x9f]")
+"""Control characters except tabs and line feeds."""
 Message = dict[str, str]
 
 
@@ -112,9 +115,14 @@ def chat(asked: ChatOptions) -> None:
         answer = ""
         for piece in server.stream({**body, "messages": said}):
             answer += piece
-            print(piece, end="", flush=True)
+            print(_shown(piece), end="", flush=True)
         print()
         said.append({"role": "assistant", "content": answer})
+
+
+def _shown(text: str) -> str:
+    """Return ``text`` without what would control a terminal; all of it if it goes elsewhere."""
+    return _CONTROLS.sub("", text) if sys.stdout.isatty() else text
 
 
 def _server(asked: ChatOptions) -> ChatServer:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from banaserve.base.arguments import AT_LEAST_1, argument, option
+from banaserve.base.net.refusal_log import printable
 from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.app import App
 from banaserve.cli.terminal.console import Columns, print_json, print_rows, rows_of
@@ -55,7 +56,7 @@ def trace(
     if asked.as_json:
         print_json(found)
         return
-    print(heading(found.summary))
+    print(printable(heading(found.summary)))
     if rows := span_rows(found.spans):
         print_rows(rows, STYLES)
         print()

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
+from banaserve.base.net.refusal_log import printable
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -31,7 +33,7 @@ Columns = Mapping[str, Callable[[T], str]]
 def print_error(message: str) -> None:
     """Print ``message`` as one line on standard error."""
     prefix = "\033[31mbanaserve:\033[0m" if sys.stderr.isatty() else "banaserve:"
-    print(prefix, " ".join(message.split()), file=sys.stderr, flush=True)
+    print(prefix, printable(" ".join(message.split())), file=sys.stderr, flush=True)
 
 
 def print_json(found: Any, indent: int | None = 2) -> None:
@@ -93,8 +95,10 @@ def print_rows(rows: Sequence[Sequence[str]], styles: Mapping[str, Style]) -> No
     """Print ``rows``: aligned and coloured on a terminal, as plain aligned lines elsewhere.
 
     Args:
+        rows: Rows of cells, of which only printable characters are shown.
         styles: Style of each cell whose whole text is the key.
     """
+    rows = [[printable(cell) for cell in row] for row in rows]
     if not sys.stdout.isatty():
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
