@@ -22,6 +22,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import uvicorn
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from banaserve.base.access.cache_salt import tenant
@@ -241,6 +242,49 @@ async def test_no_path_leads_to_a_page_of_metrics_without_bounds(
     assert found[0].headers["location"] == "http://door/metrics"
 
 
+def connection_to(app: ASGIApp) -> HttpProtocol:
+    """A connection without a socket."""
+    config = uvicorn.Config(app, log_config=None, lifespan="off")
+    config.load()
+    state = uvicorn.Server(config).server_state
+    door = HttpProtocol(Edge(EdgeLimits()), config=config, server_state=state, app_state={})
+    door.connection_made(MagicMock(get_extra_info=lambda *_: None, is_closing=lambda: False))
+    return door
+
+
+@pytest.mark.parametrize("at_a_time", [1, 7, 1000])
+@pytest.mark.parametrize(
+    "framed",
+    [
+        b"Content-Length: 5\r\n\r\nabcde",
+        b"Transfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\n0\r\n\r\n",
+        b"\r\n",
+    ],
+)
+@pytest.mark.parametrize(
+    "after", [b"", b"GET / HTTP/1.1\r\nHost: d\r\n\r\n", b"no request\r\n\r\n"]
+)
+async def test_the_body_of_an_offer_of_http_2_is_read(
+    framed: bytes, after: bytes, at_a_time: int
+) -> None:
+    bodies = []
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        bodies.append(await Request(scope, receive).body())
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    door = connection_to(application)
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+    sent = b"POST / HTTP/1.1\r\nHost: d\r\n" + offer + framed + after
+    for at in range(0, len(sent), at_a_time):
+        door.data_received(sent[at : at + at_a_time])
+    await until(lambda: door.cycle.response_complete)
+    assert bodies == [b"abcde" if b"abcde" in framed else b""]
+    written = b"".join(call.args[0] for call in door.transport.write.call_args_list)
+    assert written == b"HTTP/1.1 204 No Content\r\nconnection: close\r\n\r\n"
+
+
 async def test_no_request_of_a_pipeline_gets_the_limits_of_the_one_before() -> None:
     seen = []
 
@@ -249,11 +293,7 @@ async def test_no_request_of_a_pipeline_gets_the_limits_of_the_one_before() -> N
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body"})
 
-    config = uvicorn.Config(RequestHeaderReader(application), log_config=None, lifespan="off")
-    config.load()
-    state = uvicorn.Server(config).server_state
-    door = HttpProtocol(Edge(EdgeLimits()), config=config, server_state=state, app_state={})
-    door.connection_made(MagicMock(get_extra_info=lambda *_: None, is_closing=lambda: False))
+    door = connection_to(RequestHeaderReader(application))
     limits = f"{TTFT_HEADER}: 1\r\n{KEEP_HEADER}: 60\r\n"
     for fields in (limits, ""):
         door.data_received(f"GET / HTTP/1.1\r\nHost: d\r\n{fields}\r\n".encode())

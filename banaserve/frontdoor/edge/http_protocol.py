@@ -59,11 +59,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._framing_bytes += len(data)
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._upgrade()
+        except httptools.HttpParserUpgrade as upgrade:
+            self._upgrade(data[upgrade.args[0] :])
             return
         except httptools.HttpParserError:
-            self._refuse(*(self._refusal or _NO_REQUEST))
+            if not self._is_refused:
+                self._refuse(*(self._refusal or _NO_REQUEST))
             return
         # The parser buffers a field of a head or trailer until the field is complete.
         limit = self._max_head_bytes
@@ -72,15 +73,25 @@ class HttpProtocol(HttpToolsProtocol):
         elif not self._due_s and self._framing_bytes and self._is_quiet:
             self._due_s = monotonic() + self._limits.head_s
 
-    def _upgrade(self) -> None:
-        """Become a WebSocket; any other upgrade is ignored, with one answer (RFC 9110, 7.8)."""
+    def _upgrade(self, data: bytes) -> None:
+        """Become a WebSocket; any other upgrade is ignored, with one answer (RFC 9110, 7.8).
+
+        Args:
+            data: Bytes after the head, which the parser takes for another protocol's.
+        """
         if not self._should_upgrade():
             self.cycle.keep_alive = False
-            self._is_refused = True
+            self.parser = httptools.HttpRequestParser(_BodyOfUpgrade(self))
+            framing = (b"%b: %b\r\n" % field for field in self.headers if field[0] in _FRAMING)
+            self.data_received(b"POST / HTTP/1.1\r\n%b\r\n%b" % (b"".join(framing), data))
         elif self._is_quiet:
             self.handle_websocket_upgrade()
         else:
             self._refuse(*_NO_REQUEST)
+
+    def ignore_further_bytes(self) -> None:
+        """Take no more requests; the one under way is answered."""
+        self._is_refused = True
 
     @property
     def _is_quiet(self) -> bool:
@@ -132,6 +143,8 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade() and not self._should_upgrade():
+            return  # the body follows
         self._in_head = True
         self._framing_bytes = 0
         self._due_s = 0.0
@@ -223,4 +236,25 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
 
+class _BodyOfUpgrade:
+    """Callbacks of the parser for the body of the last request of ``door``, which no other follows.
+
+    Java's client offers HTTP/2 with the first request of each connection.
+    """
+
+    def __init__(self, door: HttpProtocol) -> None:
+        self._door: HttpProtocol | None = door
+
+    def on_body(self, body: bytes) -> None:
+        if self._door is not None:
+            self._door.on_body(body)
+
+    def on_message_complete(self) -> None:
+        door, self._door = self._door, None
+        if door is not None:
+            door.on_message_complete()
+            door.ignore_further_bytes()
+
+
+_FRAMING = (b"content-length", b"transfer-encoding")
 _NO_REQUEST = ("no_request", HTTPStatus.BAD_REQUEST, "this is no valid HTTP/1.1 request")
