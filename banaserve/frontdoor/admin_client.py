@@ -58,6 +58,18 @@ class _ErrorBody(msgspec.Struct):
     error: _Error
 
 
+class RedirectHandler(urllib.request.HTTPRedirectHandler):
+    """Handler of redirects that shows a key to no other server."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, *told: Any, **named: Any
+    ) -> urllib.request.Request | None:
+        made = super().redirect_request(req, *told, **named)
+        if made is not None and (made.type, made.host) != (req.type, req.host):
+            made.remove_header("Authorization")
+        return made
+
+
 class ServerApi:
     """HTTP API of a server; every call blocks.
 
@@ -86,6 +98,7 @@ class ServerApi:
             self._headers["Authorization"] = f"Bearer {key}"
         context = _trusting(certificate, is_own) if certificate else None
         handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPSHandler(context=context)]
+        handlers.append(RedirectHandler())
         if _is_here(self.url):
             handlers.append(urllib.request.ProxyHandler({}))
         self._opener = urllib.request.build_opener(*handlers)

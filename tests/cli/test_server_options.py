@@ -10,11 +10,13 @@ from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from urllib.request import HTTPRedirectHandler, Request
 
 import pytest
 
 from banaserve.base.platform.run_dir import AdminAccess, open_run_dir, write_admin
 from banaserve.cli.main import main
+from banaserve.frontdoor.admin_client import RedirectHandler, ServerApi
 from certificates import write_certificate
 
 KEY = "of-this-server"
@@ -144,3 +146,25 @@ def test_one_that_is_dead_is_said_to_be_dead(capsys: pytest.CaptureFixture[str])
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     assert main(["decisions", "--url", url]) == 2
     assert f"no banaserve answers at {url}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("place", "is_shown"),
+    [
+        ("https://a:1/b", True),
+        ("https://b:1/", False),
+        ("https://a:2/", False),
+        ("http://a:1/", False),
+    ],
+)
+def test_a_redirect_shows_the_key_to_no_other_server(place: str, is_shown: bool) -> None:
+    asked = Request("https://a:1/admin/status", headers={"Authorization": f"Bearer {KEY}"})
+    found = RedirectHandler().redirect_request(asked, None, 302, "Found", {}, place)
+    assert found is not None
+    assert found.has_header("Authorization") is is_shown
+
+
+def test_redirects_of_a_server_are_followed_so() -> None:
+    handlers = ServerApi("https://a:1", KEY)._opener.handlers  # type: ignore[attr-defined]
+    redirecting = [one for one in handlers if isinstance(one, HTTPRedirectHandler)]
+    assert [type(one) for one in redirecting] == [RedirectHandler]
