@@ -285,6 +285,16 @@ async def test_the_body_of_an_offer_of_http_2_is_read(
     assert written == b"HTTP/1.1 204 No Content\r\nconnection: close\r\n\r\n"
 
 
+async def test_a_large_body_behind_an_offer_of_http_2_is_no_long_head() -> None:
+    door = connection_to(echo)
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nContent-Length: 400000\r\n\r\n"
+    door.data_received(b"POST / HTTP/1.1\r\nHost: d\r\n" + offer + bytes(200_000))
+    door.data_received(bytes(200_000))
+    await until(lambda: door.cycle.response_complete)
+    written = b"".join(call.args[0] for call in door.transport.write.call_args_list)
+    assert b'{"bytes": 400000, "tenant": null}' in written
+
+
 async def test_no_request_of_a_pipeline_gets_the_limits_of_the_one_before() -> None:
     seen = []
 

@@ -319,3 +319,17 @@ def test_no_path_of_the_balancer_takes_a_body_without_a_key(path: bytes, framing
         message.head_complete(b"POST", "1.1", True)
         with pytest.raises(RequestRefusedError) if fields == [framing] else nullcontext():
             assert checks.is_own(message)
+
+
+def test_a_large_body_behind_an_offer_of_http_2_is_no_long_head() -> None:
+    refused: list[RequestRefusedError] = []
+    client = connected(Pipe())
+    client._handler.check_head = lambda *_: None
+    client._handler.refused = refused.append
+    client._handler.max_body_bytes, client._handler.body_timeout_s = 2**20, 30.0
+    client._handler.take = lambda _, message: sizes.append(message.size)
+    sizes: list[int] = []
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nContent-Length: 400000\r\n\r\n"
+    client.data_received(POST + offer + bytes(200_000))
+    client.data_received(bytes(200_000))
+    assert (refused, sizes) == ([], [400_000])

@@ -82,6 +82,7 @@ class HttpProtocol(HttpToolsProtocol):
         if not self._should_upgrade():
             self.cycle.keep_alive = False
             self.parser = httptools.HttpRequestParser(_BodyOfUpgrade(self))
+            self._framing_bytes -= len(data)  # counted again
             framing = (b"%b: %b\r\n" % field for field in self.headers if field[0] in _FRAMING)
             self.data_received(b"POST / HTTP/1.1\r\n%b\r\n%b" % (b"".join(framing), data))
         elif self._is_quiet:

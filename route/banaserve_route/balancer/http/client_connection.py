@@ -249,7 +249,9 @@ class ClientConnection(asyncio.Protocol):
             self._offers_http2 = False
             self._parser = httptools.HttpRequestParser(_BodyOfOffer(self))
             head = b"POST / HTTP/1.1\r\nHost: b\r\n%b\r\n" % self._message.framing
-            self.data_received(head + data[upgrade.args[0] :])
+            body = data[upgrade.args[0] :]
+            self._head_bytes -= len(body)  # counted again
+            self.data_received(head + body)
             return
         except httptools.HttpParserError as error:
             self._refuse(RequestRefusedError(400, f"not a valid HTTP/1.1 request: {error}"))
