@@ -14,7 +14,13 @@ from msgspec import structs
 
 from banaserve.base.types import RequestId
 from banaserve_route.balancer import server
-from banaserve_route.balancer.config import BalancerSettings, LimitSettings, PolicySettings
+from banaserve_route.balancer.balancer import Balancer
+from banaserve_route.balancer.config import (
+    BalancerSettings,
+    LimitSettings,
+    PolicySettings,
+    ReplicaSettings,
+)
 from banaserve_route.balancer.head_checks import HeadChecks
 from banaserve_route.balancer.http.client_connection import UNREAD_S, ClientConnection
 from banaserve_route.balancer.http.request import ClientRequest, RequestRefusedError
@@ -333,3 +339,21 @@ def test_a_large_body_behind_an_offer_of_http_2_is_no_long_head() -> None:
     client.data_received(POST + offer + bytes(200_000))
     client.data_received(bytes(200_000))
     assert (refused, sizes) == ([], [400_000])
+
+
+async def test_a_request_counts_those_that_have_begun_since_its_head() -> None:
+    replica = ReplicaSettings(url="http://127.0.0.1:1")
+    limits = LimitSettings(max_requests=1)
+    balancer = Balancer(BalancerSettings(replicas=(replica,), limits=limits), print)
+    answers: list[bytes] = []
+    client = SimpleNamespace(
+        peer=("client", 1), can_go_on=True, write=answers.append, done=lambda _: None
+    )
+    [target] = balancer.targets.values()
+    target.is_healthy = target.view.is_available = False  # so that requests wait
+    for message in (messages := [message_of(b"{}"), message_of(b"{}")]):
+        message.path = b"/v1/completions"
+        balancer.check_head(client, message)
+    assert [balancer.take(client, one) is None for one in messages] == [False, True]
+    assert [one.partition(b"\r\n")[0] for one in answers] == [b"HTTP/1.1 429 Too Many Requests"]
+    balancer.close()

@@ -226,10 +226,15 @@ class Balancer(RequestHandler):
         # Reading a small body costs less than a new connection after a refusal.
         if message.announced_bytes > _SMALL_BODY_BYTES and PEER_FIELD not in message.seen:
             self._check_quota(message)
-        if len(self._under_way) >= self.settings.limits.max_requests:
-            raise RequestRefusedError(
-                429, f"{len(self._under_way)} requests are under way; try again"
-            )
+        if (refusal := self._too_many()) is not None:
+            raise refusal
+
+    def _too_many(self) -> RequestRefusedError | None:
+        """Return the refusal of one more request; None if it may begin."""
+        num_under_way = len(self._under_way)
+        if num_under_way < self.settings.limits.max_requests:
+            return None
+        return RequestRefusedError(429, f"{num_under_way} requests are under way; try again")
 
     def _check_quota(self, message: ClientRequest) -> None:
         if (over := self._tenants.excess(message)) is not None:
@@ -261,6 +266,11 @@ class Balancer(RequestHandler):
             return None
         if self.is_leaving:
             client.can_go_on = False
+        if (refusal := self._too_many()) is not None:  # others have begun since its head
+            self.refused(refusal)
+            write_error(client, message, refusal.status, str(refusal), refusal.retry_after_s)
+            client.done(message)
+            return None
         was_forwarded = PEER_FIELD in message.seen
         tenant = None if was_forwarded else self._tenants.of(message)
         if tenant is not None and (over := self._tenants.begin(tenant)) is not None:
