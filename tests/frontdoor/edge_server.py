@@ -30,7 +30,7 @@ from waiting import DEADLINE_S
 
 KEY = "Authorization: Bearer good\r\n"
 NUM_EVENTS = 40
-LARGE_BYTES = 16 * 2**20
+LARGE_BYTES = 64 * 2**20
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: d\r\n"
 
 
