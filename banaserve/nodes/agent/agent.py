@@ -52,6 +52,7 @@ class NodeAgent:
         self._session: NodeSession | None = None
         self._ended = asyncio.Event()
         self._ended.set()
+        self._ending: asyncio.Task[None] | None = None  # of the newest session
         self._host = ""
         self._num_connections = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -89,6 +90,8 @@ class NodeAgent:
         finally:
             server.close()
             await end_tasks(*self._tasks)
+            if self._ending is not None:  # goes on although the task that began it is cancelled
+                await self._ending
 
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._num_connections >= _MAX_CONNECTIONS:
@@ -156,7 +159,8 @@ class NodeAgent:
         try:
             await session.run()
         finally:
-            await asyncio.shield(asyncio.create_task(self._end(session)))
+            self._ending = asyncio.create_task(self._end(session))
+            await asyncio.shield(self._ending)
 
     async def _end(self, session: NodeSession) -> None:
         await session.close()
