@@ -127,7 +127,7 @@ class Visitor:
                 self.leave()
         if self.caller is not None:
             # Nothing of an earlier answer is left.
-            assert (await self.caller.ask("/health", method="GET")).body == b"{}"
+            assert (await self.caller.ask("/health", body=b"", method="GET")).body == b"{}"
             self.leave()
 
     def leave(self):
