@@ -39,6 +39,7 @@ WRONG = [
     ("--kv-store-size many", "'many' is not a size: write a number and a unit, such as 2GiB"),
     ("--max-body-siz 1MiB", "unknown option --max-body-siz; did you mean --max-body-size?"),
     ("--prot 9000", "unknown option --prot; did you mean --port?"),
+    ("--api-kye=secret", "unknown option --api-kye; did you mean --api-key?"),
     ("--prot=9000", "did you mean --port?"),
     ("--kv_store_size 1GiB", "did you mean --kv-store-size?"),
     ("--routing-policy load", "unknown routing policy: load (known: least_requests,"),

@@ -76,13 +76,14 @@ def _check_instances(known: argparse.Namespace) -> None:
 def _catch_misspelt(parser: ServeParser, unknown: Sequence[str]) -> None:
     """Refuse an unknown option that resembles one of ours: vLLM would only after it has loaded."""
     for word in unknown:
-        name = word.partition("=")[0].replace("_", "-")
+        given = word.partition("=")[0]  # what follows may be a key
+        name = given.replace("_", "-")
         if not name.startswith("--") or name in _VLLMS:
             continue
         # An option of ours for one role ends like an option of vLLM, which remains vLLM's.
         likely = [own for own in parser.options() if own == name or not own.endswith(name[1:])]
         if near := difflib.get_close_matches(name, likely, 1, _LIKENESS):
-            raise UserError(f"unknown option {word}; did you mean {near[0]}?")
+            raise UserError(f"unknown option {given}; did you mean {near[0]}?")
 
 
 def make_parser() -> ServeParser:
