@@ -13,6 +13,7 @@ import sys
 import tarfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 KIT = ".kit"
 """Folder of the kit, from the top of the checkout."""
@@ -104,7 +105,7 @@ def unpack(folder: Path, root: Path) -> Path:
         begun.mkdir(parents=True)
         with tarfile.open(fileobj=_Pieces(folder, kit), mode="r|xz") as archive:
             # Python 3.11.2 has no filters; the pieces are those that their digests name.
-            filtered = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+            filtered: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
             archive.extractall(begun, **filtered)
         begun.rename(site)
     for library in (site / ".banaserve").glob("_native*.so"):
