@@ -163,8 +163,10 @@ async def test_tokens_are_counted_and_the_keys_priority_wins(
         options.update(said)
         return take(*given)
 
-    async def outputs(*_: Any) -> AsyncIterator[str]:
-        yield "output"
+    part = SimpleNamespace(finished=False)
+
+    async def outputs(*_: Any) -> AsyncIterator[Any]:
+        yield part
 
     made.input_processor.process_inputs = process_inputs
     sequences = [SimpleNamespace(num_output_tokens=5), SimpleNamespace(num_output_tokens=6)]
@@ -174,7 +176,7 @@ async def test_tokens_are_counted_and_the_keys_priority_wins(
     try:
         told = {"priority": -100, "prompt_text": ""}
         stream = made.generate(prompt(3), SamplingParams(n=2), "r", **told)
-        assert [output async for output in stream] == ["output"]
+        assert [output async for output in stream] == [part]
     finally:
         tenant_terms.reset(before)
     assert (used, options["priority"]) == ([3, 11], 7)
