@@ -1,7 +1,8 @@
-"""Versions of distributions, and the list of examples."""
+"""Versions of distributions and of torch's locks, and the list of examples."""
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +11,13 @@ from banaserve import __version__
 from docs.repository.findings import PACKAGES, ROOT, Finding, at
 
 EXAMPLES = ROOT / "examples"
+_TORCH = re.compile(r"^torch==([\d.]+)", re.MULTILINE)
 
 
 def findings() -> Iterator[Finding]:
     """Yield distributions of other versions, and examples that their list does not name."""
     yield from _examples()
+    yield from _torch()
     for package in PACKAGES[1:]:
         yield from distribution_findings((ROOT / package).parent / "pyproject.toml")
 
@@ -26,6 +29,12 @@ def distribution_findings(file: Path) -> Iterator[Finding]:
         yield at(file, "version", f"the core is {__version__}")
     if f"banaserve=={__version__}" not in project["dependencies"]:
         yield at(file, "banaserve==", f"does not need banaserve=={__version__}")
+
+
+def _torch() -> Iterator[Finding]:
+    cpu, pypi = (ROOT / "requirements" / f"torch-{index}.lock" for index in ("cpu", "pypi"))
+    if _TORCH.findall(cpu.read_text()) != _TORCH.findall(pypi.read_text()):
+        yield at(cpu, "torch==", f"is another version than in {pypi.name}")
 
 
 def _examples() -> Iterator[Finding]:

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import monotonic
 
+from banaserve.base.text.printable import printable
+
 _INTERVAL_S = 1.0
 _MAX_CHARS = 300
-
-
-def printable(text: str) -> str:
-    """Return ``text`` with only printable characters: no client may forge lines or move cursors."""
-    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)
 
 
 class RefusalLog:

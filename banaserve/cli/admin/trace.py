@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from banaserve.base.arguments import AT_LEAST_1, argument, option
-from banaserve.base.net.refusal_log import printable
+from banaserve.base.text.printable import printable
 from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.app import App
 from banaserve.cli.terminal.console import Columns, print_json, print_rows, rows_of

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from banaserve.base.net.refusal_log import printable
+from banaserve.base.text.printable import printable
 
 if TYPE_CHECKING:
     from rich.table import Table

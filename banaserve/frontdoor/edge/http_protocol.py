@@ -11,6 +11,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from banaserve.base.net.upgrades import BodyOfUpgrade
 from banaserve.frontdoor.edge.edge import TOO_MANY_ANSWER, Edge, EdgePlace, offer_mark
 from banaserve.frontdoor.edge.refusals import closing_answer, note
 
@@ -32,7 +33,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._max_head_bytes = edge.limits.max_head_bytes
         self._max_fields = edge.limits.max_fields
         self._in_head = True
-        self._is_refused = self._is_authenticated = False
+        self._is_refused = self._is_authenticated = self._is_last = False
         # Counts of the head under way, and of the framing around a body.
         self._framing_bytes = self._num_fields = self._body_bytes = self._unwanted_bytes = 0
         # Deadline and last sweep; a deadline of 0: no part of a request is awaited.
@@ -81,7 +82,8 @@ class HttpProtocol(HttpToolsProtocol):
         """
         if not self._should_upgrade():
             self.cycle.keep_alive = False
-            self.parser = httptools.HttpRequestParser(_BodyOfUpgrade(self))
+            self._is_last = True
+            self.parser = httptools.HttpRequestParser(BodyOfUpgrade(self))
             self._framing_bytes -= len(data)  # counted again
             framing = (b"%b: %b\r\n" % field for field in self.headers if field[0] in _FRAMING)
             self.data_received(b"POST / HTTP/1.1\r\n%b\r\n%b" % (b"".join(framing), data))
@@ -89,10 +91,6 @@ class HttpProtocol(HttpToolsProtocol):
             self.handle_websocket_upgrade()
         else:
             self._refuse(*_NO_REQUEST)
-
-    def ignore_further_bytes(self) -> None:
-        """Take no more requests; the one under way is answered."""
-        self._is_refused = True
 
     @property
     def _is_quiet(self) -> bool:
@@ -150,6 +148,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._framing_bytes = 0
         self._due_s = 0.0
         super().on_message_complete()
+        self._is_refused |= self._is_last  # further bytes are ignored
 
     def on_response_complete(self) -> None:
         # The next request of a pipeline begins here, and must not get this one's tenant and limits.
@@ -235,26 +234,6 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.write_eof()
         else:
             self.transport.close()
-
-
-class _BodyOfUpgrade:
-    """Callbacks of the parser for the body of the last request of ``door``, which no other follows.
-
-    Java's client offers HTTP/2 with the first request of each connection.
-    """
-
-    def __init__(self, door: HttpProtocol) -> None:
-        self._door: HttpProtocol | None = door
-
-    def on_body(self, body: bytes) -> None:
-        if self._door is not None:
-            self._door.on_body(body)
-
-    def on_message_complete(self) -> None:
-        door, self._door = self._door, None
-        if door is not None:
-            door.on_message_complete()
-            door.ignore_further_bytes()
 
 
 _FRAMING = (b"content-length", b"transfer-encoding")

@@ -13,6 +13,7 @@ from typing import Protocol, cast
 import httptools
 
 from banaserve.base.net.stalled_writes import StalledWrites, num_unread_bytes
+from banaserve.base.net.upgrades import BodyOfUpgrade
 from banaserve_route.balancer.http import replies
 from banaserve_route.balancer.http.exchange import Exchange, ReplicaExchange
 from banaserve_route.balancer.http.replica_connection import ConnectionPool, Sink
@@ -154,22 +155,6 @@ class RequestHandler(Protocol):
         ...
 
 
-class _BodyOfOffer:
-    """Callbacks of the parser for the body of ``client``'s last request, which offers HTTP/2."""
-
-    def __init__(self, client: ClientConnection) -> None:
-        self._client: ClientConnection | None = client
-
-    def on_body(self, data: bytes) -> None:
-        if self._client is not None:
-            self._client.on_body(data)
-
-    def on_message_complete(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            client.on_message_complete()
-
-
 class ClientConnection(asyncio.Protocol):
     """Connection from a client, on which requests and answers follow one another in order.
 
@@ -247,7 +232,7 @@ class ClientConnection(asyncio.Protocol):
         except httptools.HttpParserUpgrade as upgrade:
             # The parser takes all bytes after the head for another protocol's.
             self._offers_http2 = False
-            self._parser = httptools.HttpRequestParser(_BodyOfOffer(self))
+            self._parser = httptools.HttpRequestParser(BodyOfUpgrade(self))
             head = b"POST / HTTP/1.1\r\nHost: b\r\n%b\r\n" % self._message.framing
             body = data[upgrade.args[0] :]
             self._head_bytes -= len(body)  # counted again
