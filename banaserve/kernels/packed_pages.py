@@ -72,9 +72,11 @@ class PackedPages:
         stage: torch.Tensor,
         heads: Sequence[int] | None,
     ) -> BlockCopies:
+        # Pinned, since a copy of other memory would wait for all that the stream has to do before.
+        ids = torch.tensor(blocks, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         return BlockCopies(
             cache=self._layers[layer],
-            block_ids=torch.tensor(blocks, dtype=torch.int64, device=self._device),
+            block_ids=ids.to(self._device, non_blocking=True),
             kv_heads=self._heads if heads is None else tuple(heads),
             pages=stage[: len(blocks)],
         )
