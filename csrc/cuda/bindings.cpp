@@ -85,6 +85,7 @@ Raises:
           "map",
           [](GpuSlab& self, std::int64_t offset, std::int64_t num_bytes) {
             require_inside(self, offset, num_bytes);
+            const nb::gil_scoped_release release;
             return self.map(static_cast<std::size_t>(offset), static_cast<std::size_t>(num_bytes));
           },
           "offset"_a, "num_bytes"_a,
@@ -96,6 +97,7 @@ Raises:
           "unmap",
           [](GpuSlab& self, std::int64_t offset, std::int64_t num_bytes) {
             require_inside(self, offset, num_bytes);
+            const nb::gil_scoped_release release;
             return self.unmap(static_cast<std::size_t>(offset),
                               static_cast<std::size_t>(num_bytes));
           },

@@ -73,6 +73,7 @@ GpuSlab::~GpuSlab() {
 
 std::vector<std::size_t> GpuSlab::map(std::size_t offset, std::size_t num_bytes) {
   if (num_bytes == 0) return {};
+  const std::lock_guard lock(mutex_);
   const std::size_t last = (offset + num_bytes - 1) / granule_bytes_;
   std::vector<std::size_t> backed;
   backed.reserve(granules_.size());
@@ -90,6 +91,7 @@ std::vector<std::size_t> GpuSlab::map(std::size_t offset, std::size_t num_bytes)
 }
 
 std::size_t GpuSlab::unmap(std::size_t offset, std::size_t num_bytes) {
+  const std::lock_guard lock(mutex_);
   const std::size_t before = mapped_bytes();
   const std::size_t end = (offset + num_bytes) / granule_bytes_;
   for (std::size_t i = (offset + granule_bytes_ - 1) / granule_bytes_; i < end; ++i) {

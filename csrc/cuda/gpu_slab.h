@@ -3,8 +3,10 @@
 
 #include <cuda.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
 #include <vector>
 
 namespace banaserve {
@@ -24,8 +26,8 @@ struct VirtualMemory {
   static const VirtualMemory& get();
 };
 
-// `size` bytes of address space on one device, rounded up to granules. Not thread-safe. Nothing on
-// the device may use a granule when it is unmapped, or the slab when it ends.
+// `size` bytes of address space on one device, rounded up to granules. Thread-safe. Nothing on the
+// device may use a granule when it is unmapped, or the slab when it ends.
 class GpuSlab {
  public:
   // Throws std::runtime_error, std::bad_alloc; std::invalid_argument for a device that is not
@@ -56,8 +58,9 @@ class GpuSlab {
   CUmemAllocationProp properties_{};
   std::size_t granule_bytes_ = 0;
   CUdeviceptr address_ = 0;
+  std::mutex mutex_;                                    // of the granules
   std::vector<CUmemGenericAllocationHandle> granules_;  // 0: not backed
-  std::size_t num_mapped_ = 0;
+  std::atomic<std::size_t> num_mapped_ = 0;
 };
 
 }  // namespace banaserve
