@@ -171,6 +171,15 @@ def test_blocks_that_are_no_pages_are_refused(cuda: Cuda) -> None:
         GpuCopier(caches("LBHNC", 1), 8, 0)
 
 
+def test_a_pool_that_is_known_is_pinned_before_the_first_step(
+    cuda: Cuda, views: list[PoolView]
+) -> None:
+    copier = GpuCopier(caches("LBHNC", 1), PAGE_BYTES, 0, views[0])
+    assert [name for name, _ in cuda.calls] == ["pin"]
+    copier.load(0, views[0], [0], [0], copier.mark())
+    assert [name for name, _ in cuda.calls] == ["pin", "copy"]
+
+
 def test_a_new_pool_is_pinned_when_no_copy_touches_the_old_one(
     cuda: Cuda, views: list[PoolView]
 ) -> None:
@@ -183,6 +192,40 @@ def test_a_new_pool_is_pinned_when_no_copy_touches_the_old_one(
     assert [name for name, _ in cuda.calls] == [*expected, "unpin"]
     unpinned = [address for name, address in cuda.calls if name == "unpin"]
     assert unpinned == [view.base_address for view in views]
+
+
+class NotingLock:
+    """A lock whose event is set once a thread waits for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.is_awaited = threading.Event()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self.is_awaited.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_no_thread_unpins_the_pool_while_another_queues_copies(
+    cuda: Cuda, views: list[PoolView], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = NotingLock()
+    monkeypatch.setattr(gpu_block_copy, "threading", SimpleNamespace(Lock=lambda: lock))
+    pool = gpu_block_copy.PinnedPool(torch.device("cpu"), lambda: None)
+
+    def pin_the_next() -> None:
+        with pool.pinned(views[1].memory):
+            lock.is_awaited.set()
+
+    with ThreadPoolExecutor(1) as executor, pool.pinned(views[0].memory):
+        executor.submit(pin_the_next)
+        assert lock.is_awaited.wait(60)
+        assert [name for name, _ in cuda.calls] == ["pin"]
+    assert [name for name, _ in cuda.calls] == ["pin", "unpin", "pin"]
 
 
 def test_a_pool_that_cannot_be_pinned_is_copied_all_the_same(
@@ -204,7 +247,8 @@ def test_a_pool_that_cannot_be_pinned_is_copied_all_the_same(
 def test_a_pool_that_another_has_pinned_is_left_to_it(cuda: Cuda, views: list[PoolView]) -> None:
     cuda.codes = [ALREADY]
     pool = gpu_block_copy.PinnedPool(torch.device("cpu"), lambda: None)
-    assert pool.pin(views[0].memory)
+    with pool.pinned(views[0].memory) as is_pinned:
+        assert is_pinned
     pool.release()
     assert [name for name, _ in cuda.calls] == ["pin", "launch"]
 

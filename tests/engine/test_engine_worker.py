@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from banaserve.engine.connector.metadata import (
     StepPlan,
     StepResult,
 )
+from banaserve.engine.connector.worker_side import worker
 from banaserve.engine.connector.worker_side.block_copy import make_copier
 from banaserve.engine.connector.worker_side.worker import RankShare, StoreConnectorWorker
 from banaserve.kvstore.client.client import StoreClient
@@ -324,12 +327,24 @@ def test_a_step_planned_before_a_failed_fetch_was_known_publishes_nothing(
     assert [len(one.acquire(range(i, i + 1))) for i in range(3)] == [0, 0, 1]
 
 
-def test_a_step_lets_go_of_a_store_that_has_gone(lives: TwoLives) -> None:
+def test_a_step_lets_go_of_a_store_that_has_gone(
+    lives: TwoLives, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Mock] = []
+
+    def make(*given: Any) -> Mock:
+        made.append(Mock(wraps=make_copier(*given), is_synchronous=True, known=given[-1]))
+        return made[-1]
+
+    monkeypatch.setattr(worker, "make_copier", make)
     one = lives.engine(lives.client("one"), 0.0)
+    assert made[0].known is one.client.view(), "a GPU's copier pins the pool before the first step"
     one.step(saves=one.reserve(range(1)), compute=number_blocks)
     generation = one.client.view().generation
     lives.start_again()
+    made[0].close.assert_not_called()
     one.step()
+    made[0].close.assert_called_once_with()
     assert one.client.view().generation != generation
     one.step(saves=one.reserve(range(1)), compute=number_blocks)
     assert len(one.acquire(range(1))) == 1

@@ -330,16 +330,20 @@ class StoreClient:
             raise StoreUnavailableError("the pool that these slots lie in is gone")
         return view
 
-    def let_go_if_lost(self) -> None:
+    def let_go_if_lost(self) -> bool:
         """Unmap the pool if the store is known to be gone; send no message.
 
         While a client maps the old pool, its memory is not free for the restarted store.
+
+        Returns:
+            True if no pool is mapped now: what else keeps the old one has to let go of it too.
         """
         if self._lock.acquire(blocking=False):
             try:
                 self._link.note_if_lost()
             finally:
                 self._lock.release()
+        return self._view is None
 
     def stats(self) -> StoreStats | None:
         """Return the store's counters and gauges; None while the store is away."""

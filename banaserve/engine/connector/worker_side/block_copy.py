@@ -51,11 +51,13 @@ class BlockCopier(Protocol):
         ...
 
     def close(self) -> None:
-        """Release the pool; no copies may follow."""
+        """Release the pool, which a later copy takes again; no copy may be under way."""
         ...
 
 
-def make_copier(layers: Sequence[torch.Tensor], page_bytes: int, part: int) -> BlockCopier:
+def make_copier(
+    layers: Sequence[torch.Tensor], page_bytes: int, part: int, view: PoolView | None = None
+) -> BlockCopier:
     """Make a copier for the device that holds the KV cache.
 
     Args:
@@ -63,6 +65,7 @@ def make_copier(layers: Sequence[torch.Tensor], page_bytes: int, part: int) -> B
             a GPU in any of vLLM's layouts; otherwise contiguous, block after block.
         part: Index of this worker's run of ``page_bytes`` within a layer of a slot: its
             tensor-parallel rank, or 0 where ranks hold whole blocks.
+        view: Pool that is pinned for a GPU now; None to pin it in the step of its first copy.
 
     Raises:
         ValueError: The blocks of a layer are laid out in another way.
@@ -70,7 +73,7 @@ def make_copier(layers: Sequence[torch.Tensor], page_bytes: int, part: int) -> B
     if layers[0].device.type != "cpu":
         from banaserve.engine.connector.worker_side.gpu_block_copy import GpuCopier
 
-        return GpuCopier(layers, page_bytes, part)
+        return GpuCopier(layers, page_bytes, part, view)
     for tensor in layers:
         stride_bytes = tensor.stride(0) * tensor.element_size()
         block_bytes = tensor[0].numel() * tensor.element_size()

@@ -122,17 +122,25 @@ class PinnedPool:
         self._view: npt.NDArray[Any] | None = None
         self._is_ours = self._is_pinned = False
 
-    def pin(self, view: npt.NDArray[Any]) -> bool:
-        """Pin ``view`` and return whether it is pinned; release the previous view first.
+    @contextlib.contextmanager
+    def pinned(self, view: npt.NDArray[Any]) -> Iterator[bool]:
+        """Pin ``view`` and yield whether it is pinned; release the previous view first.
 
-        The failure to pin a view is logged once, and pinning it is not tried again.
+        Within the context no other thread releases the view: a copy that is queued there is one
+        that ``release`` waits for. The failure to pin a view is logged once, and pinning it is not
+        tried again.
         """
         with self._lock:
             if self._view is not view:
                 self._release()
                 self._view = view
                 self._register(view)
-            return self._is_pinned
+            yield self._is_pinned
+
+    def pin(self, view: npt.NDArray[Any]) -> None:
+        """Pin ``view`` now, for copies that are queued later."""
+        with self.pinned(view):
+            pass
 
     def release(self) -> None:
         """Release the view once no copy uses it."""
@@ -238,7 +246,13 @@ class GpuCopier:
 
     is_synchronous = False
 
-    def __init__(self, layers: Sequence[torch.Tensor], page_bytes: int, part: int) -> None:
+    def __init__(
+        self,
+        layers: Sequence[torch.Tensor],
+        page_bytes: int,
+        part: int,
+        view: PoolView | None = None,
+    ) -> None:
         self._pages = gpu_pages(layers, page_bytes)
         self._page_bytes = page_bytes
         self._in_layer = part * page_bytes
@@ -249,6 +263,9 @@ class GpuCopier:
         self._pinned_copies = choose_copies(page_bytes, True)
         self._other_copies = choose_copies(page_bytes, False)
         logger.info("GPU copies by %s", "banaserve" if _native_cuda else "vLLM")
+        if view is not None:
+            with torch.cuda.device(self._gpu):
+                self._pool.pin(view.memory)
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
@@ -293,8 +310,12 @@ class GpuCopier:
     ) -> QueuedCopy:
         kept: list[torch.Tensor] = []
         # A copy thread starts with device 0 as its current device; this GPU may be another.
-        with torch.cuda.device(self._gpu), torch.cuda.stream(stream):
-            queue = self._pinned_copies if self._pool.pin(view.memory) else self._other_copies
+        with (
+            torch.cuda.device(self._gpu),
+            torch.cuda.stream(stream),
+            self._pool.pinned(view.memory) as is_pinned,
+        ):
+            queue = self._pinned_copies if is_pinned else self._other_copies
 
             def copy(target: Addresses, source: Addresses) -> None:
                 kept.extend(queue(target, source, self._page_bytes, stream.cuda_stream))

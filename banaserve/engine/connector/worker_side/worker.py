@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -11,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
+from banaserve.base.errors import StoreUnavailableError
 from banaserve.base.platform.fail_points import FailPoint, reach
 from banaserve.engine.connector.metadata import (
     BlockCopy,
@@ -26,6 +28,7 @@ from banaserve.engine.connector.worker_side.block_copy import (
     make_copier,
 )
 from banaserve.kvstore.client.client import StoreClient
+from banaserve.kvstore.pool import PoolView
 from banaserve.orchestrator.control.costs.transfers import StepTimes
 
 logger = logging.getLogger(__name__)
@@ -152,7 +155,10 @@ class StoreConnectorWorker:
         self._layer_index = {name: i for i, name in enumerate(names)}
         self._num_rows = len(caches)
         self._page_bytes = page_bytes
-        self._copier = make_copier(caches, page_bytes, self._share.part)
+        view: PoolView | None = None
+        with contextlib.suppress(StoreUnavailableError):
+            view = self._client.view()
+        self._copier = make_copier(caches, page_bytes, self._share.part, view)
 
     def wrap_copier(self, wrap: Callable[[BlockCopier], BlockCopier]) -> None:
         """Send copies through another copier from now on: parts of the cache are elsewhere."""
@@ -167,7 +173,8 @@ class StoreConnectorWorker:
 
     def begin_step(self, plan: StepPlan) -> None:
         self._step = RunningStep.of(plan, time.perf_counter())
-        self._client.let_go_if_lost()
+        if self._client.let_go_if_lost() and self._copier is not None:
+            self._copier.close()
 
     def start_loads(self) -> None:
         """Fetch the blocks that this step also writes into, then start the others by layer."""
