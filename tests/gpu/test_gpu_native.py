@@ -72,14 +72,24 @@ def test_a_slab_backs_and_gives_up_granules():
             slab.map(offset, num_bytes)
 
 
-def test_what_is_backed_holds_what_is_written():
+@pytest.mark.parametrize(
+    ("copy", "place"),
+    [
+        *[(copy, place) for copy in COPIES for place in ("gpu", "pinned")],
+        (native.copy_batch, "pageable"),  # as where a pool cannot be pinned
+    ],
+)
+def test_a_copy_over_several_granules_holds_what_is_written(copy, place):
     slab = native.GpuSlab(1 << 22, 0)
     slab.map(0, 1 << 22)
-    ones = torch.arange(1 << 20, dtype=torch.int32, device="cuda")
-    back, stream = torch.empty_like(ones), torch.cuda.Stream()
+    values = torch.arange(1 << 20, dtype=torch.int32)
+    values = values.cuda() if place == "gpu" else values
+    back, stream = torch.zeros_like(values), torch.cuda.Stream()
+    if place == "pinned":
+        values, back = values.pin_memory(), back.pin_memory()
     torch.cuda.synchronize()
     address = np.array([slab.address], np.int64)
-    native.copy_by_kernel(address, np.array([ones.data_ptr()]), 1 << 22, stream.cuda_stream)
-    native.copy_by_kernel(np.array([back.data_ptr()]), address, 1 << 22, stream.cuda_stream)
+    copy(address, np.array([values.data_ptr()]), 1 << 22, stream.cuda_stream)
+    copy(np.array([back.data_ptr()]), address, 1 << 22, stream.cuda_stream)
     stream.synchronize()
-    assert torch.equal(back, ones)
+    assert torch.equal(back.cpu(), values.cpu())
