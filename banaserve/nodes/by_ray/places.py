@@ -112,6 +112,7 @@ class RayPlaces:
         self._driver: asyncio.subprocess.Process | None = None
         self._asking = asyncio.Lock()
         self._num_unread = 0  # of answers to the orders that the driver has been given
+        self._returning: set[asyncio.Task[None]] = set()
 
     async def open(self, say: Callable[[str], None]) -> list[AgentPlace]:
         say(f"asking Ray ({self._request.address}) for nodes")
@@ -131,6 +132,20 @@ class RayPlaces:
         return place
 
     async def add(self, address: str) -> NumberedPlace:
+        adding = asyncio.create_task(self._add(address))
+        try:
+            return await asyncio.shield(adding)
+        except asyncio.CancelledError:  # Ray places the agent all the same
+            returning = asyncio.create_task(self._give_back(adding))
+            self._returning.add(returning)
+            returning.add_done_callback(self._returning.discard)
+            raise
+
+    async def _give_back(self, adding: asyncio.Task[NumberedPlace]) -> None:
+        with contextlib.suppress(UserError):
+            await self.drop((await adding).number)
+
+    async def _add(self, address: str) -> NumberedPlace:
         async with self._asking:
             if self._driver is None:
                 raise UserError(f"--cluster {self._request.address}: Ray is away at present")
