@@ -226,6 +226,26 @@ async def test_a_guest_that_is_stopped_is_ended(cluster, overseer):
     assert process.wait() == -signal.SIGKILL
 
 
+@pytest.mark.parametrize("asks", ["status", "share"])
+async def test_a_host_that_stands_still_delays_no_look_at_others(
+    cluster, overseer, monkeypatch, asks
+):
+    """It may wait for a guest that is stopped, and goes on once this one is ended."""
+    monkeypatch.setattr(host_client, "CALL_TIMEOUT_S", 3600.0)
+    p1 = cluster.instances["p1"].engine
+    await done(cluster.coordinator, MoveLayers("p1", "p0", (10, 20)))
+    await done(cluster.coordinator, LAYERS)
+    theirs, own = cluster.launcher.processes
+    cluster.engine.still = {asks}
+    cluster.coordinator.guests.set_bound("p0", 0.5)  # the guests are told at the next look
+    await until(lambda: list(p1.shares.values()) == [0.25])
+    (lost,) = p1.guests
+    p1.lose(lost)
+    await until(lambda: theirs.poll() is not None)
+    os.kill(own.pid, signal.SIGSTOP)
+    await until(lambda: own.poll() is not None)
+
+
 async def test_an_idle_guest_is_detached(cluster, overseer):
     await done(cluster.coordinator, LAYERS)
     assert "detach" not in cluster.engine.calls
@@ -256,6 +276,7 @@ async def test_a_host_that_dies_while_it_is_looked_at_stops_no_other_look(cluste
     monitor._end_lost_guests = dies  # between two calls to the host
     await monitor._look(1)
     assert host_state.status is None
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 @pytest.mark.parametrize("act", ["grow_pool", "shrink_pool"])

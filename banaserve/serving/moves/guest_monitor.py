@@ -49,12 +49,13 @@ class GuestMonitor:
         self._counted: dict[str, tuple[int, int, int]] = {}
         self._shared: set[InstanceId] = set()
         self._task: asyncio.Task[None] | None = None
+        self._looks: dict[InstanceId, asyncio.Task[None]] = {}
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        await end_tasks(self._task)
+        await end_tasks(self._task, *self._looks.values())
 
     async def _run(self) -> None:
         looks = 0
@@ -71,21 +72,30 @@ class GuestMonitor:
             looks += 1
 
     async def _look(self, number: int) -> None:
-        await asyncio.gather(*(self._look_at(h) for h in self._coordinator.hosts.values()))
+        self._looks = {name: look for name, look in self._looks.items() if not look.done()}
+        for name, host_state in self._coordinator.hosts.items():
+            if name not in self._looks:
+                self._looks[name] = asyncio.create_task(self._look_at(host_state))
+        if self._looks:  # a host that hangs delays neither other looks nor the end of its guest
+            await asyncio.wait(self._looks.values(), timeout=LOOK_S)
         self._end_stopped_guests()
-        await placement.settle(self._guests, self._coordinator.hosts)
         if number % _USAGE_EVERY == 0:
             await self._count_usage(counts_lone=number % _LONE_USAGE_EVERY == 0)
 
     async def _look_at(self, host_state: HostState) -> None:
         if not host_state.instance.is_ready or not self._concerns(host_state):
             return
-        with contextlib.suppress(BanaServeError):
+        try:
             await host_state.refresh()
             self._take_over(host_state)
             await self._end_lost_guests(host_state)
             await self._fit_pool(host_state)
             await self._detach_idle(host_state)
+            await placement.settle(self._guests, {host_state.instance.id: host_state})
+        except BanaServeError:
+            pass
+        except Exception:
+            logger.exception("looking after the guests of %s", host_state.id)
 
     def _concerns(self, host_state: HostState) -> bool:
         """Return whether the host has or had a guest, has units away, or has a grown pool."""
