@@ -421,10 +421,12 @@ class DisaggregatedClient(EngineClient):
         if level > _LIGHT_SLEEP:
             # Awake again, the engine would compute without them and put wrong KV into the store.
             raise NotImplementedError(f"sleep level {level} throws weights away: use level 1")
-        if level and mode == "keep":
+        drops_kept = level and mode == "keep"
+        if drops_kept:
             self._check_none_under_way()
         self._router.residency.forget()
-        async with self._stopped(mode):
+        held = self._gate.closed(()) if drops_kept else contextlib.nullcontext()
+        async with held, self._stopped(mode):
             paused = self._lasting.calls
             self._lasting.begin("sleep", level, "keep")
             try:

@@ -307,6 +307,31 @@ async def test_requests_under_way_do_not_outlast_their_kv() -> None:
     assert not made._lasting.calls
 
 
+async def test_requests_that_come_while_a_sleep_pauses_engines_come_after_it() -> None:
+    told: list[str] = []
+
+    class Engine:
+        output_processor = SimpleNamespace(external_req_ids={})
+
+        async def pause_generation(self, **_: Any) -> None:
+            self.coming = asyncio.create_task(passes())
+            await asyncio.sleep(0)
+            told.append("paused")
+
+        async def sleep(self, *_: Any) -> None:
+            told.append("asleep")
+
+    made = client([SimpleNamespace(llm=(llm := Engine()))])
+
+    async def passes() -> None:
+        await made._gate.passed()
+        told.append("comes")
+
+    await made.sleep(1, "keep")
+    await llm.coming
+    assert told == ["paused", "asleep", "comes"]
+
+
 async def test_requests_that_come_before_the_turn_of_a_release_of_kv_keep_theirs() -> None:
     made = client()
     async with made._calling:
