@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import transport_faults as faults
 import transport_peer
+from banaserve.transport.channels import connect as connecting
 from banaserve.transport.channels import frames
 from banaserve.transport.channels.connect import accept_tcp, connect, over_tcp, tcp_address
 from banaserve.transport.errors import (
@@ -253,7 +254,8 @@ def test_the_same_seed_makes_the_same_operations_go_wrong():
     assert 0 < len(runs[0].done) < 50
 
 
-def test_the_one_that_is_waited_for_comes_behind_strangers(tmp_path):
+def test_the_one_that_is_waited_for_comes_behind_strangers(tmp_path, monkeypatch):
+    monkeypatch.setattr(connecting, "_STRANGER_S", 3600.0)
     options = TransportOptions(folder=str(tmp_path), secret=b"a" * 16)
     other = TransportOptions(folder=str(tmp_path), secret=b"b" * 16)
     port, found = free_port(), []

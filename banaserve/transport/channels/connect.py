@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import queue
 import socket
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from banaserve.base.platform.linux import is_own, peer_of
@@ -16,9 +16,9 @@ from banaserve.transport.errors import (
     PeerGoneError,
     RefusedError,
     TransferTimeoutError,
-    TransportError,
 )
 from banaserve.transport.interface import TransportOptions
+from banaserve.transport.threaded_server import MAX_STRANGERS, ConnectionPlaces, Service
 
 _BACKLOG = 16
 _STRANGER_S = 1.0
@@ -55,18 +55,27 @@ def accept_tcp(host_and_port: str, options: TransportOptions, timeout_s: float) 
         TransferTimeoutError: The peer has not connected in time.
         RefusedError: The address is invalid.
     """
-    deadline = time.monotonic() + timeout_s
     family, address = _tcp_place(host_and_port)
     try:
         listener = socket.create_server(address, family=family, backlog=_BACKLOG)
     except OSError as error:
         raise PeerGoneError(f"cannot listen at {host_and_port}: {error.strerror}") from error
-    with listener:
-        while True:
-            sock = _accept(listener, deadline - time.monotonic())
-            with suppress(TransportError):
-                until_s = min(deadline, time.monotonic() + _STRANGER_S)
-                return over_tcp(sock, options.secret, until_s, listening=True)
+    found: queue.SimpleQueue[StreamChannel] = queue.SimpleQueue()
+
+    def welcome(sock: socket.socket) -> None:
+        until_s = time.monotonic() + _STRANGER_S
+        channel = over_tcp(sock.dup(), options.secret, until_s, listening=True)
+        sock.close()  # or the end of the service would end the connection
+        found.put(channel)
+
+    # A thread for each peer: a silent stranger delays no other.
+    service = Service("accept", listener, welcome, ConnectionPlaces(num_strangers=MAX_STRANGERS))
+    try:
+        return found.get(timeout=timeout_s)
+    except queue.Empty:
+        raise TransferTimeoutError("nobody has connected in time") from None
+    finally:
+        service.close()
 
 
 def over_unix(sock: socket.socket) -> StreamChannel:
@@ -137,15 +146,4 @@ def _connect(family: int, address: str | tuple[str, int], timeout_s: float) -> s
     except OSError as error:
         sock.close()
         raise PeerGoneError(f"nobody listens at {address}: {error}") from None
-    return sock
-
-
-def _accept(listener: socket.socket, timeout_s: float) -> socket.socket:
-    listener.settimeout(max(0.001, timeout_s))
-    try:
-        sock, _ = listener.accept()
-    except TimeoutError:
-        raise TransferTimeoutError("nobody has connected in time") from None
-    except OSError as error:
-        raise PeerGoneError(f"the listener is closed: {error}") from None
     return sock
