@@ -121,4 +121,5 @@ async def _end(pid: int) -> None:
     """Kill a process and return when it has ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    await wait_ended(pid)
+    with contextlib.suppress(OSError):  # no descriptor left
+        await wait_ended(pid)
