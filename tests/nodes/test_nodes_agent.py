@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import signal
 import threading
@@ -38,7 +37,6 @@ from banaserve.nodes.messages import (
     JoinSession,
     LinkMeasured,
     PrepareNode,
-    ProcessEnded,
     SessionOpened,
     own_version,
 )
@@ -152,33 +150,6 @@ def test_who_kills_what_stands_for_an_engine_ends_the_engine(
         await node.end()
 
     asyncio.run(run())
-
-
-def test_a_process_that_no_descriptor_is_left_for_is_ended_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[object] = []
-
-    async def none_left(_: int) -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    async def send(one: object) -> None:
-        said.append(one)
-
-    async def run() -> None:
-        process = await asyncio.create_subprocess_exec("sleep", "1000")
-
-        async def start(_: Path) -> int:
-            return process.pid
-
-        link: Any = SimpleNamespace(send=send, receive=asyncio.Event().wait)
-        await remote_process.RemoteProcess(link, tmp_path / "d0", start, ("h",)).run()
-        assert await process.wait() == -signal.SIGKILL
-
-    monkeypatch.setattr(remote_process, "wait_ended", none_left)
-    asyncio.run(run())
-    assert said[-1] == ProcessEnded()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_agent_that_ends_ends_all_and_the_next_begins_empty(

@@ -121,5 +121,4 @@ async def _end(pid: int) -> None:
     """Kill a process and return when it has ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    with contextlib.suppress(OSError):  # no descriptor left
-        await wait_ended(pid)
+    await wait_ended(pid)
