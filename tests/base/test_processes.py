@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -60,6 +61,29 @@ async def test_a_process_dies_before_it_has_ended() -> None:
         assert not ended.done()
         process.kill()
         await asyncio.wait_for(ended, 60)
+
+
+@pytest.mark.parametrize("wait", [processes.wait_dying, processes.wait_ended])
+async def test_a_live_process_has_not_ended_where_no_descriptor_is_left(
+    wait: Callable[[int], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused, open_process = asyncio.Event(), os.pidfd_open
+
+    def none_left(pid: int, flags: int = 0) -> int:
+        if refused.is_set():
+            return open_process(pid, flags)
+        refused.set()
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(processes, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(os, "pidfd_open", none_left)
+    with _running(obeys) as process:
+        waiting = asyncio.ensure_future(wait(process.pid))
+        async with asyncio.timeout(60):
+            await refused.wait()
+            assert not waiting.done()
+            process.kill()
+            await waiting
 
 
 async def test_nobody_is_waited_for_who_is_not_there() -> None:

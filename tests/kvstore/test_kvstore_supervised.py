@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import errno
 import os
 import signal
 import subprocess
@@ -75,30 +74,6 @@ async def test_a_daemon_that_hangs_is_started_again(tmp_path: Path) -> None:
         await until(lambda: store.pid != first)
         await asyncio.to_thread(eventually, lambda: answers(store.socket_path))
         assert not is_running(first)
-    finally:
-        await store.stop()
-
-
-async def test_a_daemon_is_started_again_though_no_descriptor_was_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    restarted, refused, open_process = asyncio.Event(), asyncio.Event(), os.pidfd_open
-
-    def none_left(pid: int) -> int:
-        if refused.is_set():
-            return open_process(pid)
-        refused.set()
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    options = StoreOptions(size="64KiB")
-    store = SupervisedStore(tmp_path / "kv", options, tmp_path / "log", restarted.set)
-    monkeypatch.setattr(os, "pidfd_open", none_left)
-    await store.start()
-    try:
-        async with asyncio.timeout(DEADLINE_S):
-            await refused.wait()
-            os.kill(store.pid, signal.SIGKILL)
-            await restarted.wait()
     finally:
         await store.stop()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -17,7 +16,7 @@ from banaserve.base.errors import InstanceDeadError
 from banaserve.contracts.migration_api import MoveLayers, Return
 from banaserve.serving.launch.launcher import GuestPlace
 from banaserve.serving.monitoring import metrics
-from banaserve.serving.moves import guest_pool, host_client, move_plan
+from banaserve.serving.moves import host_client, move_plan
 from banaserve.serving.moves.guest_monitor import GuestMonitor
 from banaserve.serving.moves.placement import placement_of
 from migration_doubles import LAYERS, Cluster, done, run
@@ -88,24 +87,6 @@ async def test_the_processes_of_a_guest_end_together(cluster, dies):
     await until(lambda: not list(cluster.coordinator.guests))
     assert [one.wait() for one in cluster.launcher.processes] == [-signal.SIGKILL] * 2
     assert cluster.coordinator.guests.has_lost_one.is_set()
-
-
-async def test_a_guest_that_no_descriptor_is_left_for_lives_on(cluster, monkeypatch):
-    open_process, refused = os.pidfd_open, []
-
-    def none_left(pid: int) -> int:
-        if len(refused) < 2:
-            refused.append(pid)
-            raise OSError(errno.EMFILE, "too many open files")
-        return open_process(pid)
-
-    monkeypatch.setattr(guest_pool, "_AGAIN_S", 0.0)
-    monkeypatch.setattr(os, "pidfd_open", none_left)
-    await done(cluster.coordinator, LAYERS)
-    (guest,) = cluster.coordinator.guests
-    assert refused == [*guest.pids] * 2
-    cluster.launcher.processes[0].kill()
-    await until(lambda: not list(cluster.coordinator.guests))
 
 
 async def test_ranks_go_to_no_other_machine(cluster, monkeypatch):

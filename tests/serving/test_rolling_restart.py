@@ -239,23 +239,6 @@ async def test_a_restart_of_what_was_tries_again(world: Made) -> None:
     assert (found.state, set(states(found).values())) == ("done", {"done"})
 
 
-async def test_a_restart_ends_though_no_descriptor_is_left(world: Made) -> None:
-    one = await world("p0:new")
-    engine = one.engines["p0"]
-    start, wait_ended = engine.start, engine.wait_ended
-
-    async def no_descriptor() -> None:
-        raise OSError(24, "too many open files")
-
-    async def begin(timeout_s: float, check: Check | None = None) -> None:
-        engine.wait_ended = no_descriptor if engine.weights == "new" else wait_ended
-        await start(timeout_s, check)
-
-    engine.start = begin
-    found = await one.run("new")
-    assert (found.state, engine.state, engine.weights) == ("failed", State.READY, "old")
-
-
 async def test_an_engine_whose_machine_is_back_is_replaced_before_it_starts(
     world: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -213,7 +213,6 @@ class Mortal:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.001)
-    monkeypatch.setattr(supervisor, "_AGAIN_S", 0.001)
     monkeypatch.setattr(probe, "_PROBE_INTERVAL_S", 0.001)
 
 

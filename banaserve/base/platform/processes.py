@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import select
 import shutil
@@ -19,9 +20,11 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 _PR_SET_NAME = 15
 _PR_SET_PDEATHSIG = 1
 _PIDFD_THREAD = os.O_EXCL
+_AGAIN_S = 0.5
 _LIFE = "banaserve-life"
 """Name of the threads that end with their process; Linux keeps 15 characters of a name."""
 
@@ -86,8 +89,7 @@ def end_now(code: int) -> NoReturn:
 
 async def wait_ended(pid: int) -> None:
     """Return when process ``pid`` has ended; at once if there is no such process."""
-    with contextlib.suppress(ProcessLookupError):
-        await _wait_any([os.pidfd_open(pid)])
+    await _wait_any(lambda: [os.pidfd_open(pid)])
 
 
 def show_life() -> threading.Event:
@@ -115,8 +117,7 @@ async def wait_dying(pid: int) -> None:
 
     If the process has not called ``show_life``, and before Linux 6.9, return when it has ended.
     """
-    with contextlib.suppress(ProcessLookupError):
-        await _wait_any([os.pidfd_open(pid), *_open_life(pid)])
+    await _wait_any(lambda: [os.pidfd_open(pid), *_open_life(pid)])
 
 
 def _open_life(pid: int) -> list[int]:
@@ -130,8 +131,18 @@ def _open_life(pid: int) -> list[int]:
     return found
 
 
-async def _wait_any(descriptors: Sequence[int]) -> None:
-    """Return when one of ``descriptors`` is readable; close all of them."""
+async def _wait_any(open_all: Callable[[], list[int]]) -> None:
+    """Return when a descriptor that ``open_all`` opens is readable, or its process is gone."""
+    while True:
+        try:
+            descriptors = open_all()
+        except ProcessLookupError:
+            return
+        except OSError as error:  # a live process must not count as ended
+            logger.warning("no descriptor to wait for a process with: %s", error)
+            await asyncio.sleep(_AGAIN_S)
+        else:
+            break
     try:
         await wait_readable(descriptors)
     finally:

@@ -179,12 +179,7 @@ class SupervisedStore:
             # A process that was already waited for: its pid may be another process's by now.
             began_s = time.monotonic()
             if process.returncode is None:
-                try:
-                    await self._until_ended(process)
-                except OSError:  # no descriptor left: retry, or it would be started no more
-                    log.exception("waiting for the end of the KV cache store")
-                    await asyncio.sleep(FIRST_RESTART_S)
-                    continue
+                await self._until_ended(process)
                 process.wait()
             if time.monotonic() - began_s >= HEALTHY_S:
                 pause_s = FIRST_RESTART_S

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ _FIRST_DELAY_S = 0.5
 _RESTARTS_WITHIN_S = 300.0
 _HEALTHY_S = 10.0
 """Serving time after which earlier restarts are forgotten, in seconds."""
-_AGAIN_S = 0.5
 _POLL_S = 0.02
 _PAUSE_POLL_S = 0.1
 _LEAVE_S = 2.0
@@ -145,15 +143,10 @@ class Supervisor:
         restarts = RestartPolicy()
         while True:
             began_s = self._clock.now()
-            try:
-                await instance.wait_dying()
-                with instance.giving_back():
-                    instance.mark_dead()  # its streams continue elsewhere meanwhile
-                    await instance.wait_ended()
-            except OSError:  # no descriptor left: retry, or the instance would stay dead
-                logger.exception("waiting for the end of instance %s", instance.id)
-                await asyncio.sleep(_AGAIN_S)
-                continue
+            await instance.wait_dying()
+            with instance.giving_back():
+                instance.mark_dead()  # its streams continue elsewhere meanwhile
+                await instance.wait_ended()
             if self._is_removed(instance):
                 self._tell_of_end(instance)
                 return
@@ -281,8 +274,7 @@ class Supervisor:
             if not isinstance(failure, InstanceDeadError):
                 logger.exception("starting instance %s with other settings", instance.id)
             instance.kill()
-            with contextlib.suppress(OSError):  # no descriptor left
-                await instance.wait_ended()
+            await instance.wait_ended()
             instance.mark_dead()
             instance.settings = replacement.before
             if not replacement.done.done():

@@ -32,7 +32,6 @@ from banaserve.serving.moves.process_stats import ProcessUsage
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.02
-_AGAIN_S = 0.5
 _END_S = 1.0
 """Time that the other processes of a detached guest may outlive its first one, in seconds."""
 
@@ -98,15 +97,6 @@ class GuestHandle:
 def _kill(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-
-
-async def _wait_ended(pid: int) -> None:
-    while True:
-        try:
-            return await processes.wait_ended(pid)
-        except OSError:  # no descriptor left: retry, or a live guest would count as ended
-            logger.exception("waiting for the end of guest process %d", pid)
-            await asyncio.sleep(_AGAIN_S)
 
 
 class GuestPool:
@@ -273,7 +263,7 @@ class GuestPool:
 
     async def _watch(self, guest: GuestHandle, rendezvous: str) -> None:
         """Kill a guest's other processes once one ends: they would wait for its partial sums."""
-        ends = [asyncio.create_task(_wait_ended(pid)) for pid in guest.pids]
+        ends = [asyncio.create_task(processes.wait_ended(pid)) for pid in guest.pids]
         try:
             _, left = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if left and guest.detached_s is not None:
