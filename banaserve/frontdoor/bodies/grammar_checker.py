@@ -180,7 +180,7 @@ def _skips_xgrammar(spec: GrammarSpec) -> bool:
         return False
 
 
-_NOTHING = msgspec.Raw()
+_NOTHING, _NULL = msgspec.Raw(), msgspec.Raw(b"null")
 
 
 class _Structured(msgspec.Struct):
@@ -197,7 +197,7 @@ class _Schema(msgspec.Struct):
 
 class _Format(msgspec.Struct):
     type: str = ""
-    json_schema: _Schema | None = None
+    json_schema: msgspec.Raw = _NULL
     schema: msgspec.Raw = _NOTHING
 
 
@@ -254,7 +254,10 @@ def _response_format(text: bytes) -> list[GrammarSpec]:
     given = _format(text)
     if given.type == "structural_tag":
         return [GrammarSpec("structural_tag", text.decode())]
-    return _schema(given.json_schema.schema if given.json_schema is not None else given.schema)
+    if given.type == "json_object":  # of Cohere's API, where no object holds the schema
+        return _schema(given.json_schema)
+    holder = _holder(given.json_schema)
+    return _schema(holder.schema if holder is not None else given.schema)
 
 
 def _of_text(text: bytes) -> list[GrammarSpec]:
@@ -279,6 +282,7 @@ _TEXTS: tuple[Kind, ...] = ("regex", "grammar", "structural_tag")
 _string = msgspec.json.Decoder(str).decode
 _structured = msgspec.json.Decoder(_Structured).decode
 _format = msgspec.json.Decoder(_Format).decode
+_holder = msgspec.json.Decoder(_Schema | None).decode
 _text = msgspec.json.Decoder(_Text).decode
 _tools = msgspec.json.Decoder(list[_Tool]).decode
 _sampling = msgspec.json.Decoder(_Sampling).decode
