@@ -217,6 +217,8 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
             {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
             ["json"],
         ),
+        ({"response_format": {"type": "json_object", "json_schema": SCHEMA}}, ["json"]),
+        ({"response_format": {"type": "json_object", "json_schema": None}}, []),
         ({"response_format": {"type": "structural_tag", "format": {}}}, ["structural_tag"]),
         ({"text": {"format": {"type": "json_schema", "schema": SCHEMA}}}, ["json"]),
         ({"text": "a classifier's"}, []),
@@ -255,7 +257,7 @@ def application() -> FastAPI:
     async def endpoint(body: Annotated[dict[str, Any], Body()]) -> dict[str, Any]:
         return {"keys": sorted(body), "seed": body.get("seed")}
 
-    @app.post("/v1/upload")
+    @app.post("/v1/audio/upload")
     async def upload() -> dict[str, Any]:
         return {}
 
@@ -450,8 +452,15 @@ async def test_what_an_endpoint_reads_as_json_is_no_upload(kind: str) -> None:
 async def test_uploads_and_empty_bodies_pass() -> None:
     async with door(guarded()) as client:
         files = {"file": ("a.wav", b"{[" * 100_000)}
-        assert (await client.post("/v1/upload", files=files)).status_code == 200
-        assert (await client.post("/v1/upload")).status_code == 200
+        assert (await client.post("/v1/audio/upload", files=files)).status_code == 200
+        assert (await client.post("/v1/audio/upload")).status_code == 200
+
+
+async def test_a_body_is_no_upload_where_none_is_taken() -> None:
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    async with door(guarded()) as client:
+        answer = await client.post("/v1/aborts", content=b'{"n": 129}', headers=headers)
+    assert (answer.status_code, "--request-bound n=N" in answer.text) == (400, True)
 
 
 async def test_a_body_that_is_too_long_is_still_cut_off() -> None:

@@ -139,7 +139,12 @@ class BodyGuard:
 
 
 def _is_upload(scope: Scope) -> bool:
-    """Return whether no endpoint reads the body as JSON: ``application/octet-stream+json`` is."""
+    """Return whether no endpoint reads the body as JSON: ``application/octet-stream+json`` is.
+
+    Only endpoints of audio take uploads; some others read JSON whatever its type is said to be.
+    """
+    if "/audio/" not in scope["path"]:
+        return False
     kind = Headers(scope=scope).get("content-type", "").partition(";")[0].strip().lower()
     return kind in _NOT_JSON or kind.startswith("multipart/")
 
