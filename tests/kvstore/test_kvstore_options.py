@@ -64,6 +64,7 @@ def test_the_scheme_chooses_the_tier() -> None:
     [
         (StoreOptions(size="x"), "not a size"),
         (StoreOptions(size="1GiB", ssd=Path("f"), ssd_size="big"), "not a size"),
+        (StoreOptions(size="1GiB", ssd=Path("f"), ssd_size="1KiB"), "needs at least 256 KiB"),
         (StoreOptions(size="1GiB", distributed="redis://h"), "scheme"),
         (StoreOptions(size="1GiB", distributed="mooncake://h:1?depht=4"), "did you mean depth"),
         (StoreOptions(size="1GiB", distributed="mooncake://h:1?depth=many"), "depth=many"),

@@ -384,8 +384,10 @@ def test_a_peer_of_another_address_is_served_while_strangers_connect_without_pau
 @pytest.mark.parametrize(
     ("peers", "why"),
     [
-        (PeerOptions("here", (), KEY), "--kv-store-listen 'here': write HOST:PORT"),
-        (PeerOptions("", ("h:0",), KEY), "--kv-store-peer 'h:0': write HOST:PORT"),
+        (PeerOptions("here", (), KEY), "^address for peers 'here': write HOST:PORT"),
+        (PeerOptions("", ("h:0",), KEY), "^peer 'h:0': write HOST:PORT"),
+        (PeerOptions("", ("a..b:1",), KEY), "^peer 'a..b:1': write HOST:PORT"),
+        (PeerOptions("", (f"h:{'1' * 5000}",), KEY), "write HOST:PORT"),
         (PeerOptions("", ("h:65536",), KEY), "write HOST:PORT"),
         (PeerOptions("127.0.0.1:1", (), ""), "need a key of 16 characters"),
         (PeerOptions("", ("h:1",), "short"), "need a key of 16 characters"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from banaserve.base.errors import UserError
 
 _MAX_PORT = 65535
@@ -18,9 +20,11 @@ def host_and_port(option: str, text: str, least_port: int = 1) -> tuple[str, int
     """
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not host or " " in host or not port.isdecimal() or not least_port <= int(port) <= _MAX_PORT:
-        raise UserError(f"{option} {text!r}: write HOST:PORT")
-    return host, int(port)
+    with suppress(ValueError):  # of a host that no name can be, or of thousands of digits
+        is_host = bool(host.encode("idna")) and " " not in host
+        if is_host and port.isdecimal() and least_port <= int(port) <= _MAX_PORT:
+            return host, int(port)
+    raise UserError(f"{option} {text!r}: write HOST:PORT")
 
 
 def written(host: str, port: int) -> str:

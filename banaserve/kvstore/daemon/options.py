@@ -61,8 +61,8 @@ class PeerOptions:
             UserError: An address is invalid, or there is no key of 16 or more characters.
         """
         for name, address in (
-            *((("--kv-store-listen", self.listen),) if self.listen else ()),
-            *(("--kv-store-peer", peer) for peer in self.peers),
+            *((("address for peers", self.listen),) if self.listen else ()),
+            *(("peer", peer) for peer in self.peers),
         ):
             host_and_port(name, address)
         if self.is_used and len(self.secret) < MIN_SECRET_BYTES:
@@ -170,7 +170,12 @@ class StoreOptions:
         self.peers.check()
         if self.pool_bytes < PAGE_BYTES:
             raise UserError(f"a store of {self.size} is too small: give a size such as 1GiB")
-        parse_size(self.ssd_size)
+        ssd_bytes = parse_size(self.ssd_size)
+        if self.ssd is not None:
+            # Imported only here: most stores have no such tier.
+            from banaserve.kvstore.tiers.ssd.tier import check_capacity
+
+            check_capacity(ssd_bytes)
         if self.distributed:
             distributed_tier(self.distributed)
 

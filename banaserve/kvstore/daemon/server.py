@@ -77,7 +77,7 @@ class StoreServer:
         self._peer_server: PeerServer | None = None
         try:
             if options.peers.listen:
-                host, port = host_and_port("--kv-store-listen", options.peers.listen)
+                host, port = host_and_port("address for peers", options.peers.listen)
                 access = PoolAccess(self._service, self._selector)
                 self._peer_server = PeerServer(host, port, options.peers.secret, access)
             self._listener = StoreListener(options.socket_path)
@@ -155,7 +155,7 @@ class StoreServer:
             raise UserError(
                 "this store shares blocks with no other: it was started without a key of peers"
             )
-        addresses = [host_and_port("--kv-store-peer", peer) for peer in peers]
+        addresses = [host_and_port("peer", peer) for peer in peers]
         try:
             self._peers.set_addresses(addresses)
             self._pushing.set_peers(addresses)

@@ -75,7 +75,7 @@ class PeerServer:
         try:
             listener = listen_tcp(host, port)
         except RefusedError as error:
-            raise UserError(f"--kv-store-listen: {error}") from error
+            raise UserError(f"address for peers: {error}") from error
         keep_alive(listener)
         self.port: int = listener.getsockname()[1]
         self._refusals = RefusalLog(log.warning)

@@ -56,7 +56,9 @@ class SsdTier:
         queue_depth: int = DEFAULT_QUEUE_DEPTH,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        _check_limits(capacity_bytes, queue_depth)
+        check_capacity(capacity_bytes)
+        if not 1 <= queue_depth <= MAX_QUEUE_DEPTH:
+            raise UserError(f"a queue depth of {queue_depth} is not within 1 to {MAX_QUEUE_DEPTH}")
         self._now = now
         self._queue_depth = queue_depth
         self._max_stores = max(1, queue_depth * 3 // 4)
@@ -264,9 +266,8 @@ class SsdTier:
             self._files.report(result)
 
 
-def _check_limits(capacity_bytes: int, queue_depth: int) -> None:
+def check_capacity(capacity_bytes: int) -> None:
+    """Raise UserError if the tier cannot work within this budget."""
     if capacity_bytes < MIN_CAPACITY_BYTES:
         least, given = format_size(MIN_CAPACITY_BYTES), format_size(max(0, capacity_bytes))
         raise UserError(f"the SSD tier needs at least {least}, not {given}")
-    if not 1 <= queue_depth <= MAX_QUEUE_DEPTH:
-        raise UserError(f"a queue depth of {queue_depth} is not within 1 to {MAX_QUEUE_DEPTH}")
