@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import sys
+from codecs import BOM_UTF8
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,15 @@ def test_compressed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         texts(path)
     path.write_bytes(zstandard.compress(b'{"prompt": "packed"}\n{"prompt": "twice"}\n'))
     assert texts(path) == ["packed", "twice"]
+
+
+def test_what_other_tools_write_before_the_text(tmp_path: Path) -> None:
+    path = tmp_path / "one.jsonl"
+    path.write_bytes(BOM_UTF8 + b'{"prompt": "marked"}\n')
+    assert texts(path) == ["marked"]
+    path.write_bytes(gzip.compress(b'{"prompt": "packed"}\n'))
+    with pytest.raises(UserError, match="is compressed with gzip: unpack it"):
+        texts(path)
 
 
 @pytest.mark.parametrize("max_tokens", [10, 57, 300])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from banaserve.base.errors import UserError
 MAX_UNPACKED_BYTES = 4 * 2**30
 """Maximum size of one decompressed file: a few kilobytes of zstd may expand beyond any memory."""
 _STEP_BYTES = 2**20
+_GZIP = b"\x1f\x8b"
 
 
 def read_records(path: Path, limit: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -60,7 +62,7 @@ def _lines(path: Path, data: bytes, limit: int | None) -> Iterator[tuple[int, di
 
 
 def unpacked(path: Path) -> bytes:
-    """Return the bytes of a file, decompressed if its name ends in ``.zst``.
+    """Return the bytes of a file, decompressed if its name ends in ``.zst``, without a UTF-8 mark.
 
     Raises:
         UserError: The file cannot be read or decompressed, or is larger than ``MAX_UNPACKED_BYTES``
@@ -70,8 +72,10 @@ def unpacked(path: Path) -> bytes:
         data = path.read_bytes()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    if data.startswith(_GZIP):
+        raise UserError(f"{path} is compressed with gzip: unpack it, or compress it with zstd")
     if path.suffix != ".zst":
-        return data
+        return data.removeprefix(BOM_UTF8)
     try:
         import zstandard
     except ImportError as error:
