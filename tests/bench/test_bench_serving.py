@@ -286,6 +286,12 @@ def test_what_is_not_said_suits_the_rest(
     assert (given.arrival, given.warmup) == (arrival, warm_up_s)
 
 
+def test_a_key_need_not_be_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BANASERVE_API_KEY", "of the environment")
+    assert parse([]).api_key == "of the environment"
+    assert parse(["--api-key", KEY]).api_key == KEY
+
+
 def test_a_cell_that_is_all_warm_up_is_none(bench: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="all 3 requests of 500rps-seed0 were sent in the warm-up"):
         bench(*FAST, "--rps", "500", "--requests", "3", "--warmup", "60")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -138,6 +139,8 @@ def make_parser() -> Parser:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options; those that are not given get values that suit the others."""
     given = make_parser().parse_args(list(argv))
+    if given.api_key is None:
+        given.api_key = os.environ.get("BANASERVE_API_KEY")
     if given.arrival is None:
         given.arrival = "closed" if given.rps is None else "poisson"
     if given.warmup is None:
@@ -148,7 +151,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def _add_target(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--url", default="http://127.0.0.1:8000", help="address of any OpenAI-compatible server")
-    add("--api-key", metavar="KEY", help="API key, if the server needs one")
+    add("--api-key", metavar="KEY", help="API key, if the server needs one ($BANASERVE_API_KEY)")
     add("--model", help="name of the model (the server's first one)")
     add("--tokenizer", help="folder or id of the tokenizer (where the server says its model is)")
     add("--timeout", type=finite, default=600.0, metavar="SECONDS", help="time for a whole request")
