@@ -69,7 +69,11 @@ class Asked(NamedTuple):
 def main(argv: Sequence[str]) -> int:
     parser = Parser(prog=COMMAND, description=__doc__)
     parser.add_argument("--out", type=Path, default=BUILT, metavar="DIR")
-    print(build(parser.parse_args(list(argv)).out))
+    out = parser.parse_args(list(argv)).out
+    try:
+        print(build(out))
+    except OSError as error:
+        raise UserError(f"cannot write {error.filename or out}: {error.strerror}") from error
     return 0
 
 

@@ -49,6 +49,12 @@ def test_own_pages_say_what_the_result_says(built: Path) -> None:
     assert "MODELLED" in (built / results_page.NAME).read_text()
 
 
+def test_a_file_is_no_folder_for_pages(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=f"cannot write {tmp_path}/file"):
+        results_page.main(["--out", str(tmp_path / "file")])
+
+
 def test_without_matplotlib_nothing_is_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
