@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import http.server
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import pytest
 
 from banaserve.base.clock import WallClock
 from banaserve.base.errors import UserError
+from banaserve_bench.loadgen.metrics_page import fetch
 from banaserve_bench.loadgen.modelled_time import modelled_time
 from banaserve_bench.loadgen.target import find_target
 from banaserve_bench.serving import timeline
@@ -74,6 +76,28 @@ def test_what_is_no_server_of_models(answering: Answering, answer: bytes, words:
 @pytest.mark.parametrize("body", [b"<html><body>hi {</body></html>", b'{"detail": "no"}', b"\xff"])
 def test_a_page_that_is_not_of_metrics_tells_nothing(answering: Answering, body: bytes) -> None:
     assert modelled_time(answering(page(body))) is None
+
+
+class ShowingKey(http.server.BaseHTTPRequestHandler):
+    """Handler that answers a question with its key."""
+
+    def do_GET(self) -> None:
+        self.wfile.write(page(self.headers.get("Authorization", "no key").encode()))
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_redirect_takes_the_key_to_no_other_server(answering: Answering) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), ShowingKey) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{other.server_port}/"
+        head = f"HTTP/1.1 302 Found\r\nLocation: {url}\r\nConnection: close\r\n\r\n"
+        try:
+            assert fetch(url, "secret") == "Bearer secret"
+            assert fetch(answering(head.encode()), "secret") == "no key"
+        finally:
+            other.shutdown()
 
 
 async def test_a_look_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ import urllib.request
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from banaserve.frontdoor.admin_client import RedirectHandler
+
 _MOST_BYTES = 16 << 20
 
 
@@ -20,7 +22,8 @@ def fetch(url: str, api_key: str | None = None, timeout_s: float = 30.0) -> str:
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     request = urllib.request.Request(url, headers=headers)
-    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+    opener = urllib.request.build_opener(RedirectHandler())
+    with opener.open(request, timeout=timeout_s) as answer:
         return str(answer.read(_MOST_BYTES).decode(errors="replace"))
 
 
