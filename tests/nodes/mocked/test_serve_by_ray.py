@@ -21,7 +21,7 @@ from fork_server import ForkServer
 from mock_facts import MockOptions
 from mock_hosts import MockHosts
 from mock_run import started_elsewhere
-from observing import until
+from observing import DEADLINE_S, until
 from ray_run import RayCluster
 from served import Served
 from streams import greedy
@@ -30,8 +30,6 @@ _why = hosts.missing()
 # Ray takes as long to start as engines do.
 pytestmark = [pytest.mark.room, pytest.mark.skipif(bool(_why), reason=_why)]
 
-_AGAIN_S = 120.0
-"""Until engines have started on a node that Ray has had to notice first."""
 MOCKS = MockOptions(step_ms=4.0)
 KINDS = greedy(4, 0, 48)
 
@@ -83,7 +81,7 @@ def test_ray_brings_a_node_back_and_it_joins_empty(world: World, wanted: list[li
     gone = [name for name in names if not world.served.is_ready(name)]
     assert len(gone) == 1
     ray.nodes[0] = ray.start_node(0)
-    until(lambda: world.served.is_ready(gone[0]), f"{gone[0]} is back", _AGAIN_S)
+    until(lambda: world.served.is_ready(gone[0]), f"{gone[0]} is back")
     assert world.served.asked(KINDS) == wanted
 
 
@@ -93,11 +91,11 @@ def test_without_its_head_serving_ends_and_comes_back_with_it(
     """What Ray was asked to run ends with the driver, and that with the Ray of its machine."""
     ray, served = world.ray, world.served
     ray.head.kill()
-    until(lambda: not (served.is_ready("p0") or served.is_ready("d0")), "all nodes end", _AGAIN_S)
+    until(lambda: not (served.is_ready("p0") or served.is_ready("d0")), "all nodes end")
     for node in ray.nodes:
         node.kill()
     ray.start()
-    until(lambda: served.is_ready("p0") and served.is_ready("d0"), "all is back", _AGAIN_S)
+    until(lambda: served.is_ready("p0") and served.is_ready("d0"), "all is back")
     assert served.asked(KINDS) == wanted
 
 
@@ -131,7 +129,7 @@ def test_what_ray_cannot_do_is_one_line(
         world.network.hosts[0], tmp_path / "refused", options, start=world.mocks.server
     )
     try:
-        until(lambda: refused.run.process.poll() is not None, "serve ends", _AGAIN_S)
+        until(lambda: refused.run.process.poll() is not None, "serve ends")
         assert refused.run.process.returncode == 2
         line = refused.run.errors.read_text().strip().splitlines()[-1]
         assert line.startswith("banaserve: ")
@@ -145,7 +143,7 @@ def test_doctor_compares_the_nodes_of_the_cluster(world: World) -> None:
     words = ["doctor", "--json", "--model", small_model.options()[1]]
     command = [sys.executable, "-P", "-m", "banaserve", *words, "--cluster", world.ray.address]
     host = world.network.hosts[0]
-    done = subprocess.run(host.command(command), capture_output=True, text=True, timeout=_AGAIN_S)
+    done = subprocess.run(host.command(command), capture_output=True, text=True, timeout=DEADLINE_S)
     found = json.loads(done.stdout)["findings"]
     nodes = [one for one in found if one["name"].startswith("node ")]
     assert [one["status"] for one in nodes] == ["OK", "OK"], done.stdout
