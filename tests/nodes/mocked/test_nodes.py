@@ -129,6 +129,7 @@ def test_a_node_that_dies_is_routed_around_and_comes_back(
 
     try:
         assert asyncio.run(stream_and_kill()) == wanted
+        other[0].wait_for("takes a server's engines")
         until(
             lambda: server.metric("banaserve_instance_ready", instance_id="d0") == 1, "d0 is back"
         )
@@ -140,6 +141,7 @@ def test_a_node_that_dies_is_routed_around_and_comes_back(
         other[0].end()
     finally:
         for node in other:
+            print(node.tails())
             node.close()
 
 
