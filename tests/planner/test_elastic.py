@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import struct
 import subprocess
 import sys
@@ -475,6 +476,14 @@ def test_many_arrangements_of_few_requests_are_screened_too(
     assert (len(found) == options.kept + 1) == are_screened
 
 
+def test_a_prompt_of_embeddings_has_no_tokens_and_is_forecast():
+    views = [view("p0", Role.PREFILL), view("d0", Role.DECODE)]
+    requests = [seen(n / 10, 20)._replace(prompt_tokens=0) for n in range(20)]
+    situation = Situation(10.0, views, requests, LoadMemory(0.0, 4.0))
+    options = ElasticOptions(profile=H100, ttft_s=1.0, tpot_s=0.05, routing="slo_aware")
+    assert decide(situation, options).candidates
+
+
 async def test_a_decision_is_the_same_in_a_process_of_its_own():
     views = [view(f"c{n}", Role.COLOCATED) for n in range(2)]
     requests = [seen(n / 10, 20, ended=n < 90) for n in range(100)]
@@ -516,6 +525,18 @@ def test_the_process_says_a_line_at_most(asked, code, said):
     lines = ended.stderr.decode().splitlines()
     assert len(lines) == bool(said)
     assert "".join(lines).startswith(said)
+
+
+def test_ctrl_c_in_the_servers_terminal_is_not_for_the_process():
+    body = msgspec.msgpack.encode((Situation(10.0, (), (), None), ElasticOptions(profile=H100)))
+    argv = [sys.executable, "-P", "-m", "banaserve.orchestrator.planner.process"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        process.stdin.write(struct.pack("<I", len(body)) + body)
+        process.stdin.flush()
+        assert len(process.stdout.read(4)) == 4  # it has begun
+        process.send_signal(signal.SIGINT)
+        assert (process.communicate(timeout=60)[1], process.returncode) == (b"", 0)
 
 
 @pytest.mark.parametrize(

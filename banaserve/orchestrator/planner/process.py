@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from typing import BinaryIO
@@ -107,6 +108,7 @@ def serve(asks: BinaryIO, answers: BinaryIO) -> None:
 
 if __name__ == "__main__":
     os.nice(_NICE)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it too; the server ends it
     try:
         serve(sys.stdin.buffer, sys.stdout.buffer)
     except ProtocolError as error:
