@@ -51,3 +51,11 @@ async def test_a_new_executor_finds_what_is_away_and_can_take_it_home(world):
     home = Step(ReturnModule(D0, P0, LAYERS, 0), (), 1.0, 2.0, 20.0)
     assert (await again.carry_out(home)).ending is Ending.DONE
     await until(lambda: not world.instances[D0].placements)
+
+
+async def test_an_engine_that_is_replaced_is_asked_anew_whether_it_can_migrate(world):
+    name = InstanceId("x0")
+    assert not world.executor.view().instances[name].facts.can_move_layers
+    world.instances[name].restart()
+    world.instances[name].engine.vllm_config = doubles.CONFIG
+    await until(lambda: world.executor.view().instances[name].facts.can_move_layers)

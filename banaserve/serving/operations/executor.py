@@ -162,7 +162,7 @@ class MoveExecutor:
     requests: Callable[[float], Sequence[ObservedRequest]] | None = None
 
     def __post_init__(self) -> None:
-        self._migration_blockers: dict[InstanceId, str] = {}
+        self._can_move: dict[InstanceId, tuple[int, bool]] = {}
         self._asking: dict[InstanceId, asyncio.Task[None]] = {}
         self._facts: dict[tuple[InstanceId, int, bool], InstanceFacts | None] = {}
         self._active: dict[int, Step] = {}
@@ -178,20 +178,24 @@ class MoveExecutor:
         await asyncio.gather(*(self._ask(name) for name in self.coordinator.hosts))
 
     async def _ask(self, name: InstanceId) -> None:
-        """Learn whether an instance can move modules; one that gives no answer is asked again."""
+        """Learn whether an engine can move modules; one that gives no answer is asked again."""
+        host_state = self.coordinator.hosts[name]
+        incarnation = host_state.instance.incarnation
         try:
-            await self.coordinator.hosts[name].refresh()
-            self._migration_blockers[name] = ""
+            await host_state.refresh()
+            self._can_move[name] = incarnation, True
         except (NoAnswerError, InstanceDeadError):
             pass
-        except MigrationError as reason:
-            self._migration_blockers[name] = str(reason)
+        except MigrationError:
+            self._can_move[name] = incarnation, False
 
     def _ask_again(self) -> None:
         self._asking = {name: task for name, task in self._asking.items() if not task.done()}
         for name, host in self.coordinator.hosts.items():
-            blocker = self._migration_blockers.get(name)
-            is_known = bool(blocker) or (blocker is not None and host.status is not None)
+            incarnation, can_move = self._can_move.get(name, (0, False))
+            # An engine that replaces another one may have other options.
+            is_same = incarnation == host.instance.incarnation
+            is_known = is_same and (not can_move or host.status is not None)
             if not is_known and name not in self._asking and host.instance.is_ready:
                 self._asking[name] = asyncio.create_task(self._ask(name))
 
@@ -211,7 +215,7 @@ class MoveExecutor:
         llm, name = instance.llm, instance.id
         if llm is None:
             return Known(None)
-        can_move = self._migration_blockers.get(name) == ""
+        can_move = self._can_move.get(name) == (instance.incarnation, True)
         key = (name, instance.incarnation, can_move)
         config, host_state = llm.vllm_config, self.coordinator.hosts[name]
         if key not in self._facts:
