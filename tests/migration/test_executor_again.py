@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,7 +12,14 @@ pytest.importorskip("vllm")
 
 import executor_doubles as doubles
 from banaserve.base.clock import WallClock
-from banaserve.base.types import InstanceId, Module, MoveModule, ReturnModule, Step
+from banaserve.base.types import (
+    InstanceFacts,
+    InstanceId,
+    Module,
+    MoveModule,
+    ReturnModule,
+    Step,
+)
 from banaserve.contracts.instances import Ending
 from banaserve.serving.operations.executor import MoveExecutor
 from waiting import until
@@ -59,3 +67,17 @@ async def test_an_engine_that_is_replaced_is_asked_anew_whether_it_can_migrate(w
     world.instances[name].restart()
     world.instances[name].engine.vllm_config = doubles.CONFIG
     await until(lambda: world.executor.view().instances[name].facts.can_move_layers)
+
+
+async def test_facts_of_engines_that_have_ended_are_not_kept(world):
+    def num_kept() -> int:
+        world.executor.view()
+        gc.collect()
+        return sum(type(one) is InstanceFacts for one in gc.get_objects())
+
+    first = num_kept()
+    for _ in range(5):
+        world.instances[D0].restart()
+        world.instances[D0].engine.vllm_config = doubles.CONFIG
+        await until(lambda: world.executor.view().instances[D0].facts.can_move_layers)
+    assert num_kept() == first

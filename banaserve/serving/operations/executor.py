@@ -164,7 +164,7 @@ class MoveExecutor:
     def __post_init__(self) -> None:
         self._can_move: dict[InstanceId, tuple[int, bool]] = {}
         self._asking: dict[InstanceId, asyncio.Task[None]] = {}
-        self._facts: dict[tuple[InstanceId, int, bool], InstanceFacts | None] = {}
+        self._facts: dict[InstanceId, tuple[tuple[int, bool], InstanceFacts | None]] = {}
         self._active: dict[int, Step] = {}
         self._own_ids: set[str] = set()
         self._learnt: set[str] = set()
@@ -216,15 +216,16 @@ class MoveExecutor:
         if llm is None:
             return Known(None)
         can_move = self._can_move.get(name) == (instance.incarnation, True)
-        key = (name, instance.incarnation, can_move)
+        key, (known, facts) = (instance.incarnation, can_move), self._facts.get(name, (None, None))
         config, host_state = llm.vllm_config, self.coordinator.hosts[name]
-        if key not in self._facts:
+        if known != key:
             found = instance_facts(config, self.coordinator.facts, self.kv_growth, can_move)
-            self._facts[key] = with_device(found, config, name)
+            facts = with_device(found, config, name)
+            self._facts[name] = key, facts
         blocks = (config.cache_config.num_gpu_blocks or 0) + host_state.grown_blocks
         parts = host_state.max_microbatches
         overlap = instance.board.meter.overlap_fraction(parts) if parts > 1 else None
-        return Known(self._facts[key], blocks, overlap)
+        return Known(facts, blocks, overlap)
 
     def _under_way(self) -> list[Step]:
         """Return the own steps as decided, and the migrations and role switches begun by hand."""
