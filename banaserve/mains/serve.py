@@ -27,6 +27,7 @@ from banaserve.base.config.serve_config import ServeConfig
 from banaserve.base.errors import BanaServeError, InstanceDeadError, UserError
 from banaserve.base.net.addresses import written
 from banaserve.base.platform.run_dir import AdminAccess, RunDir, remove_admin, write_admin
+from banaserve.base.plugins.policy_options import option_names
 from banaserve.base.tasks import end_tasks
 from banaserve.base.types import InstanceId, Role
 from banaserve.contracts.control_api import ControllerState
@@ -56,6 +57,7 @@ from banaserve.kvstore.fingerprint import check_alike
 from banaserve.kvstore.sizes import parse_size
 from banaserve.kvstore.stats import StoreStats
 from banaserve.orchestrator.control.autoscaling import AutoscaleOptions
+from banaserve.orchestrator.control.move_policies import registry as migration_policies
 from banaserve.orchestrator.control.rebalancing import RebalanceOptions, Stream
 from banaserve.orchestrator.control.routing import registry
 from banaserve.orchestrator.control.routing.legs import LegOptions
@@ -537,9 +539,9 @@ def _section(config: ServeConfig, engine_config: VllmConfig) -> dict[str, Any]:
             "min_step_tokens": min(num_requests, num_tokens),
             "max_step_tokens": num_tokens,
         }
-    if chosen.policy in ("still", "elastic"):
-        return {}
-    return {"min_timeout_s": _MIN_STEP_TIMEOUT_S, "hop_bytes_per_s": _HOP_BYTES_PER_S}
+    given = {"min_timeout_s": _MIN_STEP_TIMEOUT_S, "hop_bytes_per_s": _HOP_BYTES_PER_S}
+    known = option_names(migration_policies.POLICIES.get(chosen.policy).Options)
+    return {name: value for name, value in given.items() if name in known}
 
 
 async def _offer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from banaserve.base.types import InstanceId, InstanceView, Role
 from banaserve.cli.serve.command_line import parse_serve_argv
 from banaserve.engine.compat.engine import EngineDeadError
 from banaserve.mains import serve as serving
+from banaserve.orchestrator.control.move_policies import registry as migration_policies
 from banaserve.orchestrator.control.routing import registry
 from banaserve.orchestrator.planner.candidates.arrangement import arrangements
 from banaserve.orchestrator.planner.candidates.planning import changes_of
@@ -250,6 +252,14 @@ def test_what_the_command_line_says_reaches_the_policy():
     assert config.routing_section == {"ttft_s": 2.0, "tpot_s": 0.0}
     off = parse_serve_argv(["m", "--orchestrator", "off", "--orchestrator-policy", "elastic"])
     assert serving._section(off, engines(2048, 128)) == {}
+
+
+@pytest.mark.parametrize(("policy", "given"), [("repaired", 2), ("still", 0), ("lazy", 0)])
+def test_a_policy_of_moves_gets_no_option_that_it_does_not_have(policy, given, monkeypatch):
+    of_others = SimpleNamespace(Options=dataclasses.make_dataclass("Options", ["patience_s"]))
+    monkeypatch.setitem(migration_policies.POLICIES._found, "lazy", of_others)
+    config = parse_serve_argv(["m", "--orchestrator-policy", policy])
+    assert len(serving._section(config, engines(2048, 128))) == given
 
 
 @pytest.mark.parametrize(
