@@ -165,6 +165,28 @@ def test_a_block_that_the_step_writes_into_is_fetched_before_it_writes(
         assert reader.seen[name][0, -1] == 7.0
 
 
+def test_a_layer_that_reads_the_kv_of_an_earlier_one_has_none_of_its_own(
+    engine: Callable[..., Engine],
+) -> None:
+    """As in Gemma 3n, whose last layers share the KV of earlier ones."""
+    writer, reader = engine(0.0), engine(-1.0)
+
+    def run(worker: StoreConnectorWorker, plan: StepPlan) -> None:
+        worker.begin_step(plan)
+        worker.start_loads()
+        for name in (*NAMES, "sharing"):
+            worker.wait_for_load(name)
+            worker.save_layer(name)
+        worker.end_step()
+
+    for name, cache in writer.caches.items():
+        number_blocks(name, cache)
+    run(writer.worker, StepPlan(1, saves=writer.reserve(range(2))))
+    run(reader.worker, StepPlan(1, loads=reader.acquire(range(2))))
+    for name, expected in numbered().items():
+        assert torch.equal(reader.caches[name][:2], expected[:2])
+
+
 def test_a_forward_pass_that_did_not_end_publishes_nothing(
     engine: Callable[..., Engine],
 ) -> None:

@@ -200,16 +200,20 @@ class StoreConnectorWorker:
             copy.join()
         self._waited(time.perf_counter() - began_s)
 
+    # A layer without an index reads the KV of an earlier one, which has waited and is saved.
+
     def wait_for_load(self, layer_name: str) -> None:
-        if self._step.loads:
+        layer = self._layer_index.get(layer_name)
+        if self._step.loads and layer is not None:
             began_s = time.perf_counter()
-            self._step.loads[self._layer_index[layer_name]].result().join()
+            self._step.loads[layer].result().join()
             self._waited(time.perf_counter() - began_s)
 
     def save_layer(self, layer_name: str) -> None:
-        if self._step.plan.saves:
+        layer = self._layer_index.get(layer_name)
+        if self._step.plan.saves and layer is not None:
             assert self._copier is not None
-            layer, after = self._layer_index[layer_name], self._copier.mark()
+            after = self._copier.mark()
             self._step.saves.append(self._saver.submit(self._save, self._step, layer, after))
 
     def slots_to_fill(self) -> MappedCopies:
