@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheTensor,
     MambaSpec,
+    RSWASpec,
     SlidingWindowSpec,
 )
 
@@ -150,6 +152,19 @@ def test_a_state_of_another_shape_is_another_block() -> None:
                     head_size=4,
                     dtype=torch.float32,
                     sliding_window=64,
+                ),
+            ),
+        ),
+        ((["a0"], replace(FULL, non_causal=True)),),  # a prefix LM
+        (
+            (
+                ["a0"],
+                RSWASpec(
+                    block_size=16,
+                    num_kv_heads=1,
+                    head_size=4,
+                    dtype=torch.float32,
+                    rswa_window=64,
                 ),
             ),
         ),

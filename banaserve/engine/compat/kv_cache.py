@@ -15,7 +15,13 @@ from vllm.v1.core.kv_cache_utils import (
     hash_block_tokens,
     init_none_hash,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    MambaSpec,
+    MLAAttentionSpec,
+    RSWASpec,
+)
 from vllm.v1.request import Request
 
 from banaserve.engine.compat.config import VllmConfig
@@ -26,6 +32,7 @@ __all__ = [
     "KVCacheConfig",
     "MLAAttentionSpec",
     "MambaSpec",
+    "RSWASpec",
     "Request",
     "generate_block_hash_extra_keys",
     "get_hash_fn_by_name",

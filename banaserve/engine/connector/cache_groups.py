@@ -45,17 +45,18 @@ class CacheGroups:
 
         Raises:
             UserError: The cache has groups other than one of uniform attention layers and those of
-                states.
+                states, or a token's KV depends on more than the tokens before it.
         """
         groups = config.kv_cache_groups
         states = [i for i, one in enumerate(groups) if _is_state(one.kv_cache_spec)]
         others = [i for i in range(len(groups)) if i not in states]
         specs = [one.kv_cache_spec for one in groups]
-        is_plain = len(others) == 1 and isinstance(specs[others[0]], FullAttentionSpec)
+        is_plain = len(others) == 1 and _is_causal(specs[others[0]])
         if not is_plain or len({spec.page_size_bytes for spec in specs}) > 1:
             raise UserError(
-                "this model mixes kinds of attention, which the KV cache store does not share yet; "
-                "serve it without the store: --colocated N --no-kv-store"
+                "this model mixes kinds of attention, or a token's KV depends on more than the "
+                "tokens before it, which the KV cache store does not share yet; serve it without "
+                "the store: --colocated N --no-kv-store"
             )
         return cls(others[0], tuple(states), max(len(one.layer_names) for one in groups))
 
@@ -70,6 +71,17 @@ class CacheGroups:
     def states_of(self, block_ids: Sequence[Sequence[int]]) -> list[int]:
         """Return the blocks that hold a request's states, one of each group with states."""
         return [block_ids[group][0] for group in self.states]
+
+
+def _is_causal(spec: object) -> bool:
+    """Return whether blocks of this attention depend only on the tokens up to their end.
+
+    In a prefix LM a token attends to later ones of its prompt. With R-SWA a window limits which
+    tokens of the output it attends to, but none of a prompt with the same tokens.
+    """
+    if not isinstance(spec, FullAttentionSpec) or isinstance(spec, compat.RSWASpec):
+        return False
+    return not spec.non_causal
 
 
 def _is_state(spec: object) -> bool:
