@@ -59,6 +59,7 @@ def config(ranks: int = 1) -> Any:
         dtype="float32",
         quantization=None,
         hf_overrides={},
+        multimodal_config=None,
         max_model_len=512,
         hf_text_config=SimpleNamespace(),
     )

@@ -27,6 +27,7 @@ def described(model: Path | str, load_format: str = "auto", **given: Any) -> str
         "revision": None,
         "quantization": None,
         "hf_overrides": {},
+        "multimodal_config": None,
     }
     config |= {"max_model_len": 4096, "hf_text_config": SimpleNamespace()}
     return describe_weights(SimpleNamespace(**{**config, **given}), load_format)
@@ -62,17 +63,25 @@ def stretch(model: Path) -> None:
     (model / "config.json").write_text('{"rope_theta": 1e5}')
 
 
+def see_otherwise(model: Path) -> None:
+    (model / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.5, 0.5]}')
+
+
 def rename(model: Path) -> None:
     (model / "model-2.safetensors").rename(model / "model-3.safetensors")
 
 
-@pytest.mark.parametrize("change", [train, train_the_rest, stretch, rename])
+@pytest.mark.parametrize("change", [train, train_the_rest, stretch, see_otherwise, rename])
 def test_a_model_whose_files_were_replaced_is_another(
     folder: Path, change: Callable[[Path], None]
 ) -> None:
     before = described(folder)
     change(folder)
     assert described(folder) != before
+
+
+def media(**given: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{"mm_processor_kwargs": None, "media_io_kwargs": {}, **given})
 
 
 def test_options_that_change_what_is_computed_make_another_model(folder: Path) -> None:
@@ -82,6 +91,9 @@ def test_options_that_change_what_is_computed_make_another_model(folder: Path) -
         described(folder, quantization="fp8"),
         described(folder, hf_overrides={"rope_scaling": {"factor": 2.0}}),
         described(folder, hf_overrides=stretch),
+        described(folder, multimodal_config=media()),
+        described(folder, multimodal_config=media(mm_processor_kwargs={"do_center_crop": False})),
+        described(folder, multimodal_config=media(media_io_kwargs={"video": {"num_frames": 8}})),
     ]
     assert len(set(kinds)) == len(kinds)
     assert kinds[4] == described(folder, hf_overrides=stretch)

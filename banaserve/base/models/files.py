@@ -15,7 +15,13 @@ import xxhash
 _WHOLE_BYTES = 2**20
 _NUM_WINDOWS = 64
 _WINDOW_BYTES = 4096
-_CONFIGS = {"adapter_config.json", "config.json"}
+_CONFIGS = {
+    "adapter_config.json",
+    "config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+}
 _SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 
 

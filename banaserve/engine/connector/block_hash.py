@@ -46,8 +46,11 @@ def describe_weights(model_config: Any, load_format: str) -> str:
     overrides = model_config.hf_overrides
     if callable(overrides):
         overrides = f"{overrides.__module__}.{overrides.__qualname__}"
+    media = model_config.multimodal_config
     said = {
         "quantization": model_config.quantization,
+        # Hashes of blocks cover what a request says of its images, not what the server does.
+        "media": media and (media.mm_processor_kwargs, media.media_io_kwargs),
         "overrides": overrides,
         "dummy": load_format == "dummy",
         "length": _length(model_config),
