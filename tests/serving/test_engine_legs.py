@@ -296,20 +296,26 @@ def test_a_rewound_generator_draws_the_same_again() -> None:
         generator.set_offset(8)
 
 
+@pytest.mark.parametrize("is_earlier", [False, True], ids=["lost now", "lost before"])
 @pytest.mark.parametrize(
-    ("lost", "computed", "is_rewound"),
+    ("lost", "computed", "is_discarded", "is_rewound"),
     [
-        ((), 40, False),
-        ((11,), 40, True),
-        ((12,), 40, True),  # the last block is not full
+        ((), 40, False, False),
+        ((11,), 40, False, True),
+        ((12,), 40, False, True),  # the last block is not full
         # A block that this step fills, or another request's.
-        ((13,), 40, False),
-        ((99,), 40, False),
-        ((11,), 0, False),
+        ((13,), 40, False, False),
+        ((99,), 40, False, False),
+        ((11,), 0, False, False),
+        ((11,), 40, True, False),  # vLLM takes it back
     ],
 )
 def test_a_draw_of_a_step_whose_kv_could_not_be_loaded_is_taken_back(
-    lost: tuple[int, ...], computed: int, is_rewound: bool
+    lost: tuple[int, ...],
+    computed: int,
+    is_discarded: bool,
+    is_rewound: bool,
+    is_earlier: bool,
 ) -> None:
     class Runner:
         def __init__(self) -> None:
@@ -319,12 +325,14 @@ def test_a_draw_of_a_step_whose_kv_could_not_be_loaded_is_taken_back(
                 "b": SimpleNamespace(num_computed_tokens=computed, block_ids=([10, 11, 12, 13],))
             }
             self.cache_config = SimpleNamespace(block_size=16)
-            self.kv_connector_output = SimpleNamespace(invalid_block_ids=set(lost))
+            failed = set() if is_earlier else set(lost)
+            self.kv_connector_output = SimpleNamespace(invalid_block_ids=failed)
+            self.discard_request_mask = SimpleNamespace(np=[False, is_discarded])
 
         def _sample(self) -> float:
             return torch.rand(1, generator=self.generator).item()
 
-    rewind_failed_loads(Runner)
+    rewind_failed_loads(Runner, lambda: set(lost) if is_earlier else set())
     runner = Runner()
     first = runner._sample()
     runner.kv_connector_output = None

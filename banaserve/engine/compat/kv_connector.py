@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 from vllm.distributed import kv_transfer
@@ -32,6 +33,15 @@ __all__ = [
 def get_kv_transfer_group() -> Any:
     """Return this worker's connector: banaserve's, which has more methods than vLLM's interface."""
     return kv_transfer.get_kv_transfer_group()
+
+
+def lost_blocks() -> Set[int]:
+    """Return this worker's blocks that could not be loaded, as far as its scheduler may not know.
+
+    Another connector than banaserve's has none.
+    """
+    found: Set[int] = getattr(kv_transfer.get_kv_transfer_group(), "lost_blocks", frozenset())
+    return found
 
 
 class ConnectorBase(KVConnectorBase_V1):

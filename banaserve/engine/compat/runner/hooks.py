@@ -8,7 +8,7 @@ module imports nothing of vLLM, so that modules that run without vLLM can use th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -379,16 +379,22 @@ def rewind_discarded_draws(runner_class: type[Any]) -> None:
     wrap_call(runner_class, "_sample", sample)
 
 
-def rewind_failed_loads(runner_class: type[Any]) -> None:
+def rewind_failed_loads(runner_class: type[Any], lost_blocks: Callable[[], Set[int]]) -> None:
     """Make a model runner undo the draws of requests whose KV could not be loaded.
 
-    vLLM computes such requests again from the first lost block and discards this step's token, but
-    leaves their generators after its draw: a seed would give other tokens from there on.
+    Such requests are computed again, and their tokens of this step, and of one that was planned
+    before the loss was known, do not count. vLLM leaves their generators after these draws: a seed
+    would give other tokens from there on.
+
+    Args:
+        lost_blocks: Function that returns the blocks lost in both steps; called if the runner has a
+            connector.
     """
 
     def sample(call: Call, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
         generators = runner.input_batch.generators
-        before = {row: generators[row].get_state() for row in _rows_of_failed_loads(runner)}
+        rows = _rows_of_failed_loads(runner, lost_blocks)
+        before = {row: generators[row].get_state() for row in rows}
         done = call(runner, *args, **kwargs)
         for row, state in before.items():
             generators[row].set_state(state)
@@ -397,16 +403,21 @@ def rewind_failed_loads(runner_class: type[Any]) -> None:
     wrap_call(runner_class, "_sample", sample)
 
 
-def _rows_of_failed_loads(runner: GPUModelRunner) -> list[int]:
-    """Return the rows with a generator that hold a block which this step failed to load."""
+def _rows_of_failed_loads(runner: GPUModelRunner, lost_blocks: Callable[[], Set[int]]) -> list[int]:
+    """Return the rows with a generator that hold a block which could not be loaded.
+
+    Rows whose draw vLLM undoes by itself, since their prompt goes on, are left out.
+    """
     batch, output = runner.input_batch, runner.kv_connector_output
-    if output is None or not output.invalid_block_ids or not batch.generators:
+    if output is None or not batch.generators:
         return []
+    lost = output.invalid_block_ids | lost_blocks()
     block_tokens, found = runner.cache_config.block_size, []
-    for row in batch.generators:
+    for row in batch.generators if lost else ():
         request = runner.requests[batch.req_ids[row]]
         num_blocks = -(-request.num_computed_tokens // block_tokens)
-        if not output.invalid_block_ids.isdisjoint(request.block_ids[0][:num_blocks]):
+        is_discarded = runner.discard_request_mask.np[row]
+        if not is_discarded and not lost.isdisjoint(request.block_ids[0][:num_blocks]):
             found.append(row)
     return found
 
