@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -78,6 +79,41 @@ def test_a_model_whose_files_were_replaced_is_another(
     before = described(folder)
     change(folder)
     assert described(folder) != before
+
+
+def large_with_header(model: Path, header: bytes, at: int, small: bytes) -> None:
+    """Write a large file with a small tensor ``at`` bytes after the header."""
+    content = len(header).to_bytes(8, "little") + header + bytes(LARGE)
+    start = 8 + len(header) + at
+    content = content[:start] + small + content[start + len(small) :]
+    (model / "model-1.safetensors").write_bytes(content)
+
+
+def test_a_model_is_another_where_only_a_small_tensor_was_trained(folder: Path) -> None:
+    at = 2 * LARGE // 3 // 63 * 31 + 10_000  # between two of the pages that are spread evenly
+    norm = {"dtype": "F16", "shape": [8], "data_offsets": [at, at + 16]}
+    header = json.dumps({"__metadata__": {"format": "pt"}, "norm": norm}).encode()
+    found = []
+    for small in (b"a" * 16, b"b" * 16):
+        large_with_header(folder, header, at, small)
+        found.append(described(folder))
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"{",
+        b"[]",
+        b'{"norm": {"data_offsets": "0"}}',
+        b'{"norm": {"data_offsets": [-9000000, 0]}}',
+        b'{"norm": {"data_offsets": [9223372036854775807, 0]}}',
+        b'{"norm": {"data_offsets": [1000000000000000000000000, 0]}}',
+    ],
+)
+def test_a_header_that_makes_no_sense_is_no_header(folder: Path, header: bytes) -> None:
+    large_with_header(folder, header, 0, b"")
+    assert len(described(folder)) == 32
 
 
 def media(**given: Any) -> SimpleNamespace:
