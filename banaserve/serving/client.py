@@ -60,6 +60,7 @@ from banaserve.serving.requests.intake import (
     Gate,
     SessionTokens,
     load_adapter,
+    num_prompt_tokens,
     take_client_args,
     take_in,
 )
@@ -199,7 +200,7 @@ class DisaggregatedClient(EngineClient):
             return
         made = await self._processed(prompt, sampling_params, request_id, options)
         request, prompt_text, blockers = made
-        num_tokens, terms = len(request.prompt_token_ids or ()), tenant_terms.get()
+        num_tokens, terms = num_prompt_tokens(request), tenant_terms.get()
         if terms is not None:
             terms.use_tokens(num_tokens)
         with self.requests.following(request_id, num_tokens, call) as notes:

@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 from prometheus_client.registry import REGISTRY
 from starlette.types import Receive, Scope, Send
 from vllm.engine.protocol import StreamingInput
@@ -149,8 +150,9 @@ async def test_tokens_that_were_used_are_waited_for() -> None:
     assert int(refused.headers["retry-after"]) > 1_000
 
 
+@pytest.mark.parametrize("embeddings", [None, torch.zeros(3, 4)])
 async def test_tokens_are_counted_and_the_keys_priority_wins(
-    monkeypatch: pytest.MonkeyPatch,
+    embeddings: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: list[int] = []
     options: dict[str, Any] = {}
@@ -161,7 +163,10 @@ async def test_tokens_are_counted_and_the_keys_priority_wins(
 
     def process_inputs(*given: Any, **said: Any) -> Any:
         options.update(said)
-        return take(*given)
+        request = take(*given)
+        if embeddings is not None:
+            request.prompt_token_ids, request.prompt_embeds = None, embeddings
+        return request
 
     part = SimpleNamespace(finished=False)
 

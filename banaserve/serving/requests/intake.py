@@ -105,6 +105,14 @@ def give_seed(params: SamplingParams) -> None:
         params.seed = secrets.randbits(_SEED_BITS)
 
 
+def num_prompt_tokens(request: compat.EngineCoreRequest) -> int:
+    """Return the length of a prompt, which may be embeddings in place of token ids."""
+    ids, embeddings = request.prompt_token_ids, request.prompt_embeds
+    if ids is not None:
+        return len(ids)
+    return 0 if embeddings is None else len(embeddings)
+
+
 def split_blocker(request: compat.EngineCoreRequest) -> str | None:
     """Return the reason why one instance must compute prompt and output; None if two may."""
     if request.prompt_token_ids is None or request.prompt_embeds is not None:

@@ -12,7 +12,7 @@ from banaserve.engine.compat.requests import RequestOutput, RequestOutputKind, S
 from banaserve.serving.instances.instance import Instance
 from banaserve.serving.monitoring import metrics
 from banaserve.serving.monitoring.leg_stats import Leg, LegRequestStats, Sequences
-from banaserve.serving.requests.intake import Blockers
+from banaserve.serving.requests.intake import Blockers, num_prompt_tokens
 from banaserve.serving.requests.prefix_lookup import PromptHold
 from banaserve.serving.requests.suspects import Suspicion
 from banaserve.serving.tracing.request_log import RequestNotes
@@ -103,7 +103,7 @@ class RequestContext:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids or ())
+        return num_prompt_tokens(self.request)
 
     @property
     def prefilled(self) -> RequestOutput | None:
