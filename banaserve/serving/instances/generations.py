@@ -7,7 +7,7 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from banaserve.base.types import InstanceId, Role
 from banaserve.serving.instances.instance import Instance, State
@@ -45,9 +45,14 @@ def _rank(group: Sequence[Instance]) -> tuple[int, int, int]:
     return len(legs), len(group), max(one.settings.number for one in group)
 
 
-def is_lost(instances: Iterable[Instance], bound: str) -> bool:
-    """Return whether no instance has the weights ``bound`` any more, or will have them again."""
-    return not any(one.state is not State.FAILED and one.weights == bound for one in instances)
+def is_lost(instances: Collection[Instance], bound: str) -> bool:
+    """Return whether other weights have replaced ``bound``, which no instance will have again.
+
+    Instances of one generation that have all been given up are no loss of weights: the restart that
+    is under way may start one of them again.
+    """
+    may_serve = any(one.state is not State.FAILED and one.weights == bound for one in instances)
+    return not may_serve and any(one.weights != bound for one in instances)
 
 
 def can_leave(leaving: Instance, instances: Iterable[Instance]) -> bool:
