@@ -105,6 +105,8 @@ def test_a_model_is_another_where_only_a_small_tensor_was_trained(folder: Path) 
     [
         b"{",
         b"[]",
+        b'{"\xff": {}}',
+        pytest.param(b'{"norm": {"shape": ' + b"[" * 100_000 + b"]" * 100_000 + b"}}", id="deep"),
         b'{"norm": {"data_offsets": "0"}}',
         b'{"norm": {"data_offsets": [-9000000, 0]}}',
         b'{"norm": {"data_offsets": [9223372036854775807, 0]}}',

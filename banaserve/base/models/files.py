@@ -85,7 +85,7 @@ def _tensor_offsets(descriptor: int, size: int) -> list[int]:
         return []
     try:
         header = msgspec.json.decode(os.pread(descriptor, num_bytes, 8), type=dict[str, _Tensor])
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return []
     offsets = (8 + num_bytes + tensor.data_offsets[0] for tensor in header.values())
     return [offset for offset in offsets if 0 <= offset < size]
