@@ -297,6 +297,22 @@ async def test_a_pool_whose_engine_ends_meanwhile_is_not_counted(cluster, act):
     assert host_state.grown_blocks == 0
 
 
+async def test_a_pool_that_could_not_shrink_yet_is_still_counted_by_the_next_growth(cluster):
+    """Else nobody would shrink it later: its memory is taken by blocks that are not the host's."""
+    await done(cluster.coordinator, LAYERS)
+    host_state, engine = cluster.coordinator.hosts["d0"], cluster.engine
+    grown, num_at_start = engine.pool_blocks, host_state.kv.num_blocks
+    assert grown > num_at_start
+    engine.lose(next(iter(engine.guests)))
+    engine.busy = [1]
+    await host_state.refresh()
+    assert await host_state.shrink_pool(num_at_start) == 1
+    assert await host_state.grow_pool() == 0
+    assert (engine.pool_blocks, host_state.grown_blocks) == (grown, grown - num_at_start)
+    assert await host_state.shrink_pool(num_at_start) == 0
+    assert (engine.pool_blocks, host_state.grown_blocks) == (num_at_start, 0)
+
+
 async def test_the_target_counts_its_guests_and_the_host_what_is_away(cluster, overseer):
     await done(cluster.coordinator, LAYERS)
     await until(lambda: cluster.instances["p0"].guests[0] > 0)

@@ -16,11 +16,12 @@ pytestmark = pytest.mark.deep
 
 SEEDS = seeds(in_long=10_000, otherwise=40)
 PARTS = 4
-REGRESSIONS = (94, 150, 2053, 3184, 3459, 3839, 4593, 4886)
+REGRESSIONS = (94, 150, 2053, 3184, 3459, 3839, 4593, 4886, 7498)
 """Of the server: an abort that counted as a death, the end of an engine told by a call, a deadline
 and a drain of one slow reader, two restarts whose settings did not say what weights an engine had,
-an answer given up for weights that all instances still had. Of the simulation: a hold of a dead
-engine, text given with an abort."""
+an answer given up for weights that all instances still had, a pool that could not shrink when its
+guest was lost and did not later. Of the simulation: a hold of a dead engine, text given with an
+abort."""
 
 
 @pytest.fixture(autouse=True)

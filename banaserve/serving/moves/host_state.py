@@ -123,9 +123,10 @@ class HostState:
         kv = (await self.refresh()).kv
         allowed = kv.num_blocks + kv.blocks_gained
         now = await link.pool_blocks()
-        await link.resize_pool(max(now, allowed))  # also releases blocks that were held back
+        num_blocks = max(now, allowed)  # a pool that could not shrink yet is larger than allowed
+        await link.resize_pool(num_blocks)  # also releases blocks that were held back
         link.check()
-        self.grown_blocks = kv.blocks_gained
+        self.grown_blocks = num_blocks - kv.num_blocks
         return max(0, allowed - now)
 
     async def shrink_pool(self, num_blocks: int) -> int:
