@@ -476,14 +476,6 @@ def test_many_arrangements_of_few_requests_are_screened_too(
     assert (len(found) == options.kept + 1) == are_screened
 
 
-def test_a_prompt_of_embeddings_has_no_tokens_and_is_forecast():
-    views = [view("p0", Role.PREFILL), view("d0", Role.DECODE)]
-    requests = [seen(n / 10, 20)._replace(prompt_tokens=0) for n in range(20)]
-    situation = Situation(10.0, views, requests, LoadMemory(0.0, 4.0))
-    options = ElasticOptions(profile=H100, ttft_s=1.0, tpot_s=0.05, routing="slo_aware")
-    assert decide(situation, options).candidates
-
-
 async def test_a_decision_is_the_same_in_a_process_of_its_own():
     views = [view(f"c{n}", Role.COLOCATED) for n in range(2)]
     requests = [seen(n / 10, 20, ended=n < 90) for n in range(100)]

@@ -11,7 +11,7 @@ import psutil
 
 from waiting import eventually
 
-DEADLINE_S = 600.0
+DEADLINE_S = 180.0
 
 
 def until(holds: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> float:

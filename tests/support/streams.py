@@ -17,7 +17,7 @@ import httpx
 from observing import until, writers
 from server_run import Run
 
-DEADLINE_S = 600.0
+DEADLINE_S = 180.0
 
 
 @dataclass

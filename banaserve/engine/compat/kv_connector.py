@@ -36,9 +36,9 @@ def get_kv_transfer_group() -> Any:
 
 
 def lost_blocks() -> Set[int]:
-    """Return this worker's blocks that could not be loaded, as far as its scheduler may not know.
+    """Return this worker's blocks that could not be loaded, until its scheduler knows of them.
 
-    Another connector than banaserve's has none.
+    The set is empty with a connector other than banaserve's.
     """
     found: Set[int] = getattr(kv_transfer.get_kv_transfer_group(), "lost_blocks", frozenset())
     return found

@@ -30,7 +30,7 @@ _why = hosts.missing()
 # Ray takes as long to start as engines do.
 pytestmark = [pytest.mark.room, pytest.mark.skipif(bool(_why), reason=_why)]
 
-_JOINED_S = 600.0
+_JOINED_S = 120.0
 MOCKS = MockOptions(step_ms=4.0)
 KINDS = greedy(8, 0, 48)
 

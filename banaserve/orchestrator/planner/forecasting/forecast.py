@@ -239,10 +239,9 @@ def forecast(
     cell.expect(one.output_tokens for one in future[:_KNOWN_LENGTHS])
     coming: list[tuple[FutureRequest, SimRequest]] = []
     for number, one in enumerate(future):
-        prompt_tokens = max(1, one.prompt_tokens)  # a prompt of embeddings has no tokens
-        request = SimRequest(number, one.at_s, prompt_tokens, one.output_tokens)
-        request.cached_tokens = min(one.cached_tokens, prompt_tokens - 1)
-        request.to_compute = prompt_tokens - request.cached_tokens
+        request = SimRequest(number, one.at_s, one.prompt_tokens, one.output_tokens)
+        request.cached_tokens = min(one.cached_tokens, one.prompt_tokens - 1)
+        request.to_compute = one.prompt_tokens - request.cached_tokens
         coming.append((one, request))
         if one.generated and one.instance in cell.instances:
             cell.adopt(request, one.instance, one.generated)
