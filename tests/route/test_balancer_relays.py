@@ -124,6 +124,18 @@ async def test_a_dead_or_hung_relay_takes_only_its_own_streams_along(house, numb
         assert (await caller.ask()).is_whole
 
 
+async def test_a_client_of_http_1_0_takes_no_part_of_an_answer_for_the_whole(house):
+    await house.balance(await house.replica(Held(is_stream=True)))
+    caller, _ = await one_a_relay(house)
+    await caller.send(b"POST /v1/completions HTTP/1.0\r\nContent-Length: 2\r\n\r\n{}")
+    assert (await caller.head())[0] == 200
+    [relays] = house.relays
+    os.kill(relays._all[0].pid, signal.SIGKILL)
+    # Such an answer ends with its connection, which a dead process would end as usual.
+    with pytest.raises(ConnectionResetError):
+        await asyncio.wait_for(caller.reader.read(), 60)
+
+
 async def test_a_stream_that_breaks_off_ends_in_an_error_for_its_client(house):
     async def break_off(asked):
         await asked.begin_stream()

@@ -28,7 +28,7 @@ KEEP_ALIVE_S = 75.0
 _LINGER_S, _FLUSH_S = 2.0, 0.05
 UNREAD_S = 75.0
 _CHUNK_LINES_BYTES = 64
-_RESETS = struct.pack("ii", 1, 0)
+_RESETS, _CLOSES = struct.pack("ii", 1, 0), struct.pack("ii", 0, 0)
 
 
 class ActiveRequest(Protocol):
@@ -320,6 +320,9 @@ class ClientConnection(asyncio.Protocol):
     def _begin(self, message: ClientRequest) -> None:
         self._is_busy, self._closes_at_s, self._is_head_timed = True, 0.0, False
         self.can_go_on = message.keep_alive
+        if message.is_http10:
+            # Otherwise the death of this process would end the body as if it were complete.
+            self._set_linger(_RESETS)
         active = self._handler.take(self, message)
         # An immediate answer has ended the request already.
         if self._is_busy:
@@ -340,6 +343,8 @@ class ClientConnection(asyncio.Protocol):
         """Finish ``message``, whose answer is complete."""
         self._active, self._is_busy = None, False
         self._give_back(message.size)
+        if message.is_http10:
+            self._set_linger(_CLOSES)
         if not self.can_go_on:
             self._leave()
             return
@@ -399,11 +404,17 @@ class ClientConnection(asyncio.Protocol):
 
     def reset(self) -> None:
         """End the connection so that the client takes no part of a body for the whole of it."""
-        if not self._transport.is_closing():
-            # A body that ends with its connection would seem complete after a usual end.
-            connection = self._transport.get_extra_info("socket")
-            connection.setsockopt(SOL_SOCKET, SO_LINGER, _RESETS)
+        self._set_linger(_RESETS)
         self._transport.abort()
+
+    def _set_linger(self, how: bytes) -> None:
+        """Set whether the end of the connection resets it.
+
+        A body that ends with its connection would seem complete after a usual end.
+        """
+        if not self._transport.is_closing():
+            connection = self._transport.get_extra_info("socket")
+            connection.setsockopt(SOL_SOCKET, SO_LINGER, how)
 
     def leave_if_idle(self) -> None:
         """Close the connection if no request is under way, or else after the answer."""
