@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from banaserve.migration.rpc import messages
 from banaserve.migration.rpc.messages import GuestAddress
 from banaserve.transport.channels.channel import StreamChannel
 from banaserve.transport.errors import PeerGoneError, TransferTimeoutError, TransportError
@@ -50,6 +53,33 @@ def until_it_listens(path: Path, before: object = None) -> object:
     return found[0]
 
 
+class EarlierStart(Start):
+    """A start that listens, and to which nobody comes; the time of its wait is over when told.
+
+    Attributes:
+        socket_file: What tells its socket from others at the path.
+    """
+
+    def __init__(self, address: GuestAddress, patch: pytest.MonkeyPatch) -> None:
+        self._is_over = is_over = threading.Event()
+
+        class Listener(socket.socket):
+            def accept(self) -> tuple[socket.socket, object]:
+                assert is_over.wait(60.0)
+                raise TimeoutError
+
+        with patch.context() as patched:
+            sockets = SimpleNamespace(**{**vars(socket), "socket": Listener})
+            patched.setattr(messages, "socket", sockets)
+            super().__init__(address, 60.0)
+            self.socket_file = until_it_listens(Path(address.channel))
+
+    def give_up(self) -> None:
+        self._is_over.set()
+        self.join()
+        assert isinstance(self.error, TransferTimeoutError)
+
+
 def until_connected(address: GuestAddress) -> StreamChannel:
     """A host's channel to the guest, which does not listen yet when its path appears."""
     made: list[StreamChannel] = []
@@ -68,12 +98,13 @@ def address(tmp_path: Path) -> GuestAddress:
     return GuestAddress("g1", str(tmp_path / "g1.s"), "token", "shm", str(tmp_path), "00" * 32)
 
 
-def test_a_host_comes_to_the_later_of_two_starts(address: GuestAddress) -> None:
+def test_a_host_comes_to_the_later_of_two_starts(
+    address: GuestAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = Path(address.channel)
-    first = Start(address, 0.3)
-    earlier = until_it_listens(path)
+    first = EarlierStart(address, monkeypatch)
     second = Start(address, 60.0)
-    until_it_listens(path, earlier)
+    until_it_listens(path, first.socket_file)
     host = until_connected(address)
     second.join()
     assert (second.error, first.channel) == (None, None)
@@ -81,18 +112,17 @@ def test_a_host_comes_to_the_later_of_two_starts(address: GuestAddress) -> None:
     assert not path.exists()
     second.channel.close()
     host.close()
-    first.join()
-    assert isinstance(first.error, TransferTimeoutError)
+    first.give_up()
 
 
-def test_one_that_nobody_comes_to_leaves_the_path_of_another(address: GuestAddress) -> None:
+def test_one_that_nobody_comes_to_leaves_the_path_of_another(
+    address: GuestAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = Path(address.channel)
-    first = Start(address, 0.3)
-    earlier = until_it_listens(path)
+    first = EarlierStart(address, monkeypatch)
     second = Start(address, 60.0)
-    later = until_it_listens(path, earlier)
-    first.join()
-    assert isinstance(first.error, TransferTimeoutError)
+    later = until_it_listens(path, first.socket_file)
+    first.give_up()
     assert until_it_listens(path) == later
     until_connected(address).close()
     second.join()
