@@ -20,6 +20,7 @@ from mock_run import MockRun
 from observing import until, writer
 from restart_load import restarted
 from scaling_streams import scaled
+from streams import back
 
 pytestmark = pytest.mark.deep
 
@@ -54,7 +55,10 @@ class Client:
         return self._threads.submit(self.call, path, body)
 
     def begin_request(self, num_tokens: int = NUM_TOKENS, **more: Any) -> Future[httpx.Response]:
-        """Return once the request is under way, or has been where a busy machine looks late."""
+        """Return once the request is under way, or has been where a busy machine looks late.
+
+        Between its two legs a request is not counted: none of these may be under way before.
+        """
         before = self._in_flight()
         body = {"model": "smollm2-135m", "prompt": [7] * 300, "max_tokens": num_tokens, **more}
         begun = self.begin("/v1/completions", {"ignore_eos": True, **body})
@@ -76,11 +80,13 @@ def test_engines_that_start_while_others_are_paused_are_paused(
 ) -> None:
     assert client.call("/pause?mode=keep&clear_cache=false").json() == {"status": "paused"}
     held = client.begin_request()
-    for name in NAMES:
-        os.kill(writer(server.run_dir, name), signal.SIGKILL)
+    pids = {name: writer(server.run_dir, name) for name in NAMES}
+    for pid in pids.values():
+        os.kill(pid, signal.SIGKILL)
     until(lambda: not server.is_ready(*NAMES), "engines have ended")
     assert server.get("/is_paused").json() == {"is_paused": True}
-    until(lambda: server.is_ready(*NAMES), "engines serve again")
+    for name, pid in pids.items():
+        back(server, name, pid)
     admin = AdminClient(*find_admin(server.run_dir))
     scaled(admin, 1, 2)
     scaled(admin, 1, 1)
@@ -117,7 +123,11 @@ def test_a_pause_that_waits_lets_both_legs_end(client: Client) -> None:
 
 
 def test_all_requests_are_aborted_by_one_call(client: Client) -> None:
-    streams = [client.begin_request(2000), client.begin_request(2000, n=2, temperature=1.0)]
+    one_leg = {"prompt": [7] * 3, "num_tokens": 6000}
+    streams = [
+        client.begin_request(**one_leg),
+        client.begin_request(**one_leg, n=2, temperature=1.0),
+    ]
     assert client.call("/abort_requests", {"request_ids": ["unknown"]}).json()["aborted"] == 0
     answer = client.call("/abort_requests", {})
     assert answer.json() == {"status": "aborted", "aborted": 2}

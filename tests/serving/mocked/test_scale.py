@@ -38,7 +38,7 @@ from scaling_streams import (
     started,
 )
 from stream_kinds import made_kinds
-from streams import Answer, Kind, asked_all
+from streams import Answer, Kind, asked_all, back
 
 pytestmark = pytest.mark.deep
 
@@ -251,12 +251,9 @@ def test_no_answer_notices_kills_while_instances_come_and_go(
     def scale_and_kill() -> list[Scaling]:
         staying = next(one.id for one in admin.status().instances if one.role == "decode")
         growing = admin.scalings.begin(ScaleRequest(1, 2))
-        os.kill(started(server, staying), signal.SIGKILL)
+        os.kill(pid := started(server, staying), signal.SIGKILL)
         grown = ended(admin, growing)
-        until(
-            lambda: all(one.state == "ready" for one in admin.status().instances),
-            f"{staying} is back",
-        )
+        back(server, staying, pid)
         leaving = grown.added[0]
         admin.drain(leaving)  # what is drained is the first to leave
         pid = started(server, leaving)
