@@ -114,7 +114,7 @@ def test_every_answer_is_of_old_weights_or_of_new_ones(
             await load.reaches(NUM_STREAMS)
             ask = RestartRequest(str(new_weights))
             found = await asyncio.to_thread(restarted, pair, ask)
-            await load.reaches(NUM_STREAMS)
+            await load.reaches(2 * NUM_STREAMS)  # each may still have an old one to read
         return found, load
 
     found, load = asyncio.run(run())
