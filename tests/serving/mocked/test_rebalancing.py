@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import pytest
 
 from banaserve.base.platform.run_dir import find_admin
-from banaserve.contracts.trace_events import LegFailed
+from banaserve.contracts.trace_events import LegBegan, LegEnded, LegFailed
 from banaserve.frontdoor.admin_client import AdminClient
 from mock_facts import MockOptions
 from mock_run import MockRun
@@ -74,25 +75,29 @@ def test_streams_of_one_go_to_others_that_serve_again(server: MockRun, admin: Ad
         until(lambda: held(server) == {"d0": NUM_STREAMS, "d1": 0, "d2": 0}, "d0 has all")
         for name in OTHERS:
             admin.release(name)
-        until(
-            lambda: (
-                max(now := held(server).values()) <= 1.3 * NUM_STREAMS / 3
-                and sum(now) == NUM_STREAMS
-            ),
-            "all of them have their share",
-        )
 
     answers = asked_while(server, KINDS, serve_again)
     assert differences(KINDS, expected, answers) == {}
     moved = server.metric("banaserve_streams_rebalanced_total") - moved_before
     assert moved >= NUM_STREAMS // 2
-    num_moves = 0
+    num_moves, legs = 0, list[tuple[float, int, str]]()
     for summary in admin.requests(NUM_STREAMS):
-        at_s = [
-            one.at_s
-            for one in admin.trace(summary.id).lines
-            if isinstance(one.event, LegFailed) and one.event.why == "rebalanced"
-        ]
+        at_s = []
+        for line in admin.trace(summary.id).lines:
+            match line.event:
+                case LegBegan(leg="decode", instance=name):
+                    legs.append((line.at_s, 1, name))
+                case LegEnded(leg="decode", instance=name):
+                    legs.append((line.at_s, -1, name))
+                case LegFailed(instance=name, why="rebalanced"):
+                    legs.append((line.at_s, -1, name))
+                    at_s.append(line.at_s)
         assert all(after - before >= 10.0 for before, after in pairwise(at_s))
         num_moves += len(at_s)
     assert num_moves == moved
+    now, most = Counter[str](), list[int]()
+    for _, sign, name in sorted(legs):
+        now[name] += sign
+        if now.total() == NUM_STREAMS:
+            most.append(max(now.values()))
+    assert min(most) <= 1.3 * NUM_STREAMS / 3, "all of them had their share"
