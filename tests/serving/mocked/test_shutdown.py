@@ -9,12 +9,11 @@ import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 
 from endless_streams import endless_stream, how_it_ends
 from mock_facts import MockOptions
-from observing import until
+from observing import until, writer
 
 pytestmark = pytest.mark.deep
 
@@ -53,16 +52,20 @@ def test_with_streams_under_way(number, serve, port):
 
 def test_sigterm_lets_streams_end_and_takes_no_more(serve, port):
     """As Kubernetes and Docker send it: to the server alone, not to its engines."""
-    run = serve("--drain-timeout", "600", port=port, mocks=MockOptions(step_ms=30.0))
+    run = serve("--drain-timeout", "600", port=port, mocks=MOCKS)
     asked = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 300}
     body = {**asked, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", f"{run.url}/v1/completions", json=body, timeout=60) as stream:
-        lines = stream.iter_lines()
-        assert next(lines)
+    decodes = writer(run.run_dir, "d0")
+    with ThreadPoolExecutor(1) as threads:
+        # The stream cannot end before anybody has looked.
+        os.kill(decodes, signal.SIGSTOP)
+        stream = threads.submit(run.post, "/v1/completions", body)
+        until(lambda: run.metric("banaserve_requests_in_flight") == 1, "it is under way")
         os.kill(run.process.pid, signal.SIGTERM)
         until(lambda: run.get("/ready").status_code == 503, "it is closing")
         assert run.post("/v1/completions", asked).status_code == 503
-        rest = [line for line in lines if line]
+        os.kill(decodes, signal.SIGCONT)
+    rest = [line for line in stream.result().text.splitlines() if line]
     assert (rest[-1], '"finish_reason":"length"' in rest[-2]) == ("data: [DONE]", True)
     until(run.is_gone, "every process of the server has ended")
     assert run.process.returncode == 0
