@@ -257,7 +257,10 @@ class Nemesis:
         # After a stop there may be two parents, each with engines of its own.
         children = {name: one for name, one in before.items() if _parent_of(one) == pid}
         is_kill = choice.harm is Harm.KILL
-        os.kill(pid, signal.SIGKILL if is_kill else signal.SIGSTOP)
+        try:
+            os.kill(pid, signal.SIGKILL if is_kill else signal.SIGSTOP)
+        except ProcessLookupError:  # the server has ended it meanwhile
+            return False
         if choice.cuts and self._router is not None:
             self._router.start_again()
         elif choice.target == "parent" and is_kill:

@@ -47,6 +47,7 @@ from banaserve.serving.launch.messages import StartEngine, StartGuest
 from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.threaded_server import listen_tcp
 from node_doubles import KEY, Front, Scripts, launcher_of, opened, patched, start_node
+from ports import free_port
 from waiting import eventually, until
 
 
@@ -158,15 +159,16 @@ def test_an_agent_that_ends_ends_all_and_the_next_begins_empty(
     monkeypatch.setattr("banaserve.nodes.server.pool.RETRY_S", 0.05)
 
     async def run() -> None:
-        node = await start_node(tmp_path)
+        node = await start_node(tmp_path, free_port())
         async with opened(node) as launcher, Front(tmp_path) as front:
             pid = await launcher.start(StartEngine("d0", front.address, str(front.log)))
             await front.hello()
             before = launcher.address_there("d0", front.address)
             await node.end()
             await asyncio.wait_for(wait_ended(pid), 60)
-            assert not is_running(scripts.pids[0])
+            await until(lambda: not is_running(scripts.pids[0]))
             assert "NodeLostError" in front.log.read_text()
+            await until(lambda: launcher.nodes()[0].state == "away")
             with pytest.raises(InstanceDeadError, match=rf"node {node.address} is away"):
                 await launcher.start(StartEngine("d0", front.address, str(front.log)))
             other = await start_node(tmp_path, node.port)
@@ -194,7 +196,7 @@ def test_a_node_comes_back_after_files_of_the_model_were_replaced_everywhere(
     (model / "config.json").write_text("{}")
 
     async def run() -> None:
-        node = await start_node(tmp_path)
+        node = await start_node(tmp_path, free_port())
         launcher = launcher_of(node)
         launcher.pool.work = replace(launcher.pool.work, vllm_argv=("--model", str(model)))
         try:
@@ -224,7 +226,7 @@ def test_a_node_comes_back_although_the_server_could_not_read_its_model_at_first
         return ""
 
     async def run() -> None:
-        node = await start_node(tmp_path)
+        node = await start_node(tmp_path, free_port())
         async with opened(node) as launcher:
             monkeypatch.setattr("banaserve.nodes.server.pool.model_digest", digest)
             await node.end()
@@ -249,7 +251,7 @@ def test_a_node_comes_back_although_the_port_of_its_store_has_been_taken(
     monkeypatch.setattr(sessions.NodeSession, "_start_store", listen)
 
     async def run() -> None:
-        node = await start_node(tmp_path)
+        node = await start_node(tmp_path, free_port())
         async with opened(node, store=StoreOptions(size="1MiB")) as launcher:
             (store,) = launcher.pool.stores()
             await node.end()
@@ -319,7 +321,7 @@ def test_what_belonged_to_an_earlier_session_is_refused(scripts: Scripts, tmp_pa
 
 
 def test_a_survey_finds_what_nodes_have_and_how_far_they_are_apart(
-    scripts: Scripts, tmp_path: Path, unused_tcp_port: int
+    scripts: Scripts, tmp_path: Path
 ) -> None:
     model = tmp_path / "model"
     model.mkdir()
@@ -329,7 +331,7 @@ def test_a_survey_finds_what_nodes_have_and_how_far_they_are_apart(
     async def run() -> None:
         nodes = [await start_node(tmp_path) for _ in range(2)]
         there = [AgentPlace("127.0.0.1", node.port) for node in nodes]
-        places = [*there, AgentPlace("127.0.0.1", unused_tcp_port)]
+        places = [*there, AgentPlace("127.0.0.1", free_port())]
         credentials = ClusterCredentials.of(KEY)
         async with opened(nodes[0]):
             asked = Inspect(argv, model_digest(argv))
@@ -454,13 +456,13 @@ def test_nodes_are_filled_in_the_order_in_which_they_were_given(
 def test_a_node_has_one_server(
     scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agents, "_NEXT_S", 0.2)
-
     async def run() -> None:
         node = await start_node(tmp_path)
         async with opened(node, server="the first"):
-            with pytest.raises(UserError, match="used by another server, the first"):
-                await launcher_of(node, server="the second").open(lambda _: None)
+            with monkeypatch.context() as patch:
+                patch.setattr(agents, "_NEXT_S", 0.2)
+                with pytest.raises(UserError, match="used by another server, the first"):
+                    await launcher_of(node, server="the second").open(lambda _: None)
         async with opened(node, server="the second"):
             pass
         await node.end()

@@ -22,6 +22,7 @@ from banaserve.nodes.server.launcher import NodesLauncher
 from banaserve.serving.launch.messages import StartEngine
 from node_doubles import Front, Node, Scripts, launcher_of, opened, patched, start_node
 from peer_store import FINGERPRINT, SLOT_BYTES, PeerStore, chain
+from ports import free_port
 from waiting import eventually, until
 
 pytestmark = pytest.mark.deep
@@ -171,7 +172,7 @@ def refused(launcher: NodesLauncher, address: str, words: str) -> asyncio.Task[N
 
 
 def test_what_cannot_join_is_refused_in_one_line(
-    scripts: Scripts, tmp_path: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
+    scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tmp_path / "model"
     model.mkdir()
@@ -181,7 +182,7 @@ def test_what_cannot_join_is_refused_in_one_line(
         first, other, used = [await start_node(tmp_path) for _ in range(3)]
         stranger = await start_node(tmp_path, key="another-key-of-a-cluster")
         async with opened(first) as launcher, opened(used, server="another server"):
-            nobody = f"127.0.0.1:{unused_tcp_port}"
+            nobody = f"127.0.0.1:{free_port()}"
             await refused(launcher, nobody, rf"^node {nobody}: Connection refused")
             await refused(launcher, stranger.address, r"^node .*: it has another cluster key$")
             await refused(launcher, "10.0.0.3", r"^node '10.0.0.3': write HOST:PORT$")
@@ -250,7 +251,7 @@ def test_a_join_that_is_given_up_leaves_the_node_free(
 
 
 def test_a_start_that_fails_gives_back_the_nodes_that_it_has_taken(
-    scripts: Scripts, tmp_path: Path, unused_tcp_port: int
+    scripts: Scripts, tmp_path: Path
 ) -> None:
     async def run() -> None:
         first = await start_node(tmp_path)

@@ -20,7 +20,6 @@ from observing import until
 from process_tree import ProcessTree
 from server_run import tail_of
 
-START_S = 60.0
 END_S = 30.0
 Within = Callable[[Sequence[str]], list[str]]
 
@@ -79,7 +78,7 @@ class NodeRun:
         self._tree = ProcessTree(self.process.pid)
 
     def wait_for(self, text: str) -> None:
-        until(lambda: text in self.printed(), f"the node prints {text!r}", START_S)
+        until(lambda: text in self.printed(), f"the node prints {text!r}")
 
     def printed(self) -> str:
         return self._terminal.read_text()

@@ -61,7 +61,7 @@ class OtlpReceiver:
                 self._by_trace[span.trace_id].append(span)
             self._changed.notify_all()
 
-    def trace(self, trace_id: str, timeout_s: float = 30.0) -> list[ReceivedSpan]:
+    def trace(self, trace_id: str, timeout_s: float = 60.0) -> list[ReceivedSpan]:
         """Return the spans of a trace once its server span has arrived, which is sent last.
 
         Raises:
