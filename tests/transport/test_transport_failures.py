@@ -70,6 +70,7 @@ def test_a_peer_that_is_killed_in_mid_copy_is_noticed(side, doomed):
     os.kill(doomed.process.pid, signal.SIGKILL)
     with suppress(PeerGoneError):  # on a busy machine all of it may be done by then
         tickets[-1].wait(WAIT_S)
+    doomed.process.wait()  # until then the kernel itself may still copy into its memory
     with pytest.raises(PeerGoneError):
         remote.submit_write(sent, [0], [0], 1, 1).wait(WAIT_S)
     remote.close()

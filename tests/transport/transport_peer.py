@@ -96,6 +96,6 @@ def serve(channel: Any) -> None:
             message = channel.receive(3600.0)
             channel.min_epoch = max(channel.min_epoch, message.epoch)
             if message.token:
-                channel.reply(message, message, 5.0)
+                channel.reply(message, message, 3600.0)
     except PeerGoneError:
         channel.close()
