@@ -20,12 +20,15 @@ def until(holds: Callable[[], object], what: str, deadline_s: float = DEADLINE_S
 
 
 def writers(run_dir: Path) -> Iterator[tuple[str, int]]:
-    """Names of logs in ``run_dir`` with the processes that write them."""
+    """Names of logs in ``run_dir`` with the processes that write them, the oldest first."""
+    found = []
     for process in psutil.process_iter():
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, psutil.Error):
             log = Path(os.readlink(f"/proc/{process.pid}/fd/1"))
             if log.parent == run_dir:
-                yield log.name, process.pid
+                found.append((process.create_time(), process.pid, log.name))
+    # Not by their ids, which begin anew at some number.
+    yield from ((name, pid) for _, pid, name in sorted(found))
 
 
 def huge_page_bytes(pid: int) -> int:
