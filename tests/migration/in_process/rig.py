@@ -195,7 +195,8 @@ class Rig:
         """Start a guest and attach it; returns its id.
 
         Args:
-            stall_s: How long it may stand still; None: longer than on a busy machine.
+            stall_s: How long it may stand still; None: longer than on a busy machine, see
+                ``wait_no_longer``.
             transport: By which KV travels; with any but that of one machine messages go over TCP.
         """
         from banaserve.migration.rpc.messages import GuestAddress
@@ -231,6 +232,11 @@ class Rig:
         self.host.settings = settings
         assert self.do("status")["guests"][guest_id]["state"] == "ready", self.do("status")
         return guest_id
+
+    def wait_no_longer(self, guest_id: str, stall_s: float = 0.3) -> None:
+        """Let a guest that is about to stand still be given up soon; before it might be slow."""
+        link = self.host.links[guest_id]
+        link._stall_s = link._still_s = stall_s
 
     def kill(self, guest_id: str, number: int = signal.SIGKILL) -> None:
         """Send a signal to a guest that may have ended."""

@@ -14,7 +14,6 @@ pytestmark = pytest.mark.e2e
 
 ENGINE = "mixtral"
 NUM_TOKENS = 24
-STALL_S = 0.3
 # The first layer of deepseek_v2 is dense; both have four experts, of which a token gets two.
 EXPERTS = {1: (0, 2), 2: (1, 2, 3), 5: (3,)}
 OTHERS = {1: (1,), 3: (0, 1, 2, 3)}
@@ -117,12 +116,13 @@ def test_two_units_of_one_guest_are_asked_in_turn(
 def test_streams_go_on_where_a_guest_is_lost(
     rig: Any, prompts: list[list[int]], expected: Any, let_pass: Any, number: int
 ) -> None:
-    guest = rig.new_guest(STALL_S)
+    guest = rig.new_guest()
     before = rig.do("status")
 
     def lose() -> Generator[None, None, None]:
         yield from rig.away(sample(EXPERTS), guest)
         yield from let_pass(4)
+        rig.wait_no_longer(guest)
         rig.kill(guest, number)
 
     try:

@@ -13,7 +13,6 @@ pytestmark = pytest.mark.e2e
 
 ENGINE = "llama"
 NUM_TOKENS = 40
-STALL_S = 0.3
 LAYERS = {"type": "layers", "start": 2, "end": 4}
 HEADS = {"type": "heads", "heads": [[0, [1]], [1, [0, 2]], [5, [0, 1, 2]]]}
 
@@ -60,12 +59,13 @@ def test_streams_go_on(
     modules: dict[str, Any],
     number: int,
 ) -> None:
-    guest = rig.new_guest(STALL_S)
+    guest = rig.new_guest()
     before = rig.do("status")
 
     def lose() -> Generator[None, None, None]:
         yield from rig.away(modules, guest)
         yield from let_pass(4)
+        rig.wait_no_longer(guest)
         rig.kill(guest, number)
 
     try:
@@ -101,7 +101,7 @@ def test_a_guest_dies_in_the_middle_of_a_step(
         link_of.collect = kill_and_collect
 
     assert rig.agrees(rig.run(prompts, NUM_TOKENS, lose()), expected)
-    assert rig.do("status")["units"] == []
+    rig.until(lambda: rig.do("status")["units"] == [])
 
 
 def test_a_seeded_stream_goes_on_with_the_same_tokens(

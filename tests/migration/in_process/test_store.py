@@ -20,7 +20,6 @@ NUM_TOKENS = 24
 LAYERS = {"type": "layers", "start": 2, "end": 4}
 HEADS = {"type": "heads", "heads": [[0, [1]], [1, [0, 2]], [5, [0, 1, 2]]]}
 DEADLINE_S = 60.0
-STALL_S = 0.3
 
 
 def prompts_about(what: str) -> list[list[int]]:
@@ -99,13 +98,14 @@ def test_a_guest_that_is_given_up_while_it_saves_is_dead_before_its_slots_are_fr
 ) -> None:
     prompts = prompts_about("the abbey of Cluny")
     expected = rig.run(prompts, NUM_TOKENS, salt="other")
-    guest = rig.new_guest(STALL_S)
+    guest = rig.new_guest()
     rig.finish(rig.away(LAYERS, guest))
     link, lives = rig.host.links[guest], []
     submit, give_up = link.submit, link.give_up
 
     def stop_and_submit(request: Any, bundle: Any) -> None:
         if request.saves is not None:
+            rig.wait_no_longer(guest)
             rig.kill(guest, signal.SIGSTOP)
         submit(request, bundle)
 
