@@ -36,7 +36,7 @@ from fork_server import ForkServer
 from observing import until, writer
 from reference import reference_tokens
 from server_run import Run
-from streams import Answer, Kind, asked_all
+from streams import Answer, Kind, asked_all, back
 from support_record import record
 from types_that_run import TYPES, first_that_runs
 
@@ -472,14 +472,7 @@ def test_engines_that_start_again_find_the_prompts_in_the_store(
     for name in ("p0", "d0"):
         pid = writer(server.run_dir, name)
         os.kill(pid, signal.SIGKILL)
-        until(
-            lambda name=name: server.metric("banaserve_instance_ready", instance_id=name) == 0,
-            f"{name} is missed",
-        )
-        until(
-            lambda name=name: server.metric("banaserve_instance_ready", instance_id=name) == 1,
-            f"{name} is back",
-        )
+        back(server, name, pid)
     before = {name: computed(server, name) for name in ("p0", "d0")}
     assert answers(server) == begins(expected)
     for name, had in before.items():
