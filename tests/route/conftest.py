@@ -12,6 +12,7 @@ import pytest
 import uvloop
 from msgspec import structs
 
+from balancer_log import without_stalls
 from banaserve.frontdoor.lifecycle.listening_socket import bind
 from banaserve_route.balancer.balancer import Balancer
 from banaserve_route.balancer.config import (
@@ -236,7 +237,8 @@ class House:
         """
         targets = self.balancer.targets.values()
         await self.until(lambda: all(one.num_looks == 2 for one in replicas))
-        await self.until(lambda: all(one.pool._idle for one in targets))
+        # Those that have been idle for long are closed.
+        await self.until(lambda: all(len(one.pool._idle) == len(one.pool._all) for one in targets))
         for target in targets:
             target.pool.drop_idle()
 
@@ -244,8 +246,16 @@ class House:
         """Returns a balancer that serves, its port, and a function that kills it."""
         # Each relay binds the port too.
         port = port or held_port(self._ports)
-        settings = structs.replace(settings, port=port, processes=self.processes)
-        balancer = Balancer(settings, (self.log if log is None else log).append)
+        # A time limit that ends as all of this process stands still is no replica's fault.
+        settings = structs.replace(
+            settings,
+            port=port,
+            processes=self.processes,
+            limits=structs.replace(settings.limits, connect_timeout_s=WAIT_S, drain_s=WAIT_S),
+            health=structs.replace(settings.health, timeout_s=WAIT_S),
+        )
+        lines = self.log if log is None else log
+        balancer = Balancer(settings, lambda line: lines.extend(without_stalls([line])))
         await balancer.start()
         shared = self.processes > 1
         socks = [bind("127.0.0.1", port, is_shared=shared) for _ in range(self.processes)]

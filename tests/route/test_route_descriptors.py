@@ -11,6 +11,7 @@ import sys
 import threading
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 from ports import free_port
 from waiting import DEADLINE_S, eventually
@@ -52,14 +53,19 @@ def few_descriptors() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (HARD_LIMIT // 2, HARD_LIMIT))
 
 
-def test_idle_connections_make_no_replica_dead() -> None:
+def test_idle_connections_make_no_replica_dead(tmp_path: Path) -> None:
     replica = ThreadingHTTPServer(("127.0.0.1", 0), Replica)
     threading.Thread(target=replica.serve_forever, daemon=True).start()
     port = free_port()
-    argv = ["route", "--replica", f"http://127.0.0.1:{replica.server_port}", "--port", str(port)]
-    argv += ["--api-key", "good", "--health-interval", "0.1"]
+    config = tmp_path / "route.toml"
+    # The replica is this process, which may be slow.
+    patience = "limits = { connect_timeout_s = 60 }\nhealth = { interval_s = 0.1, timeout_s = 60 }"
+    url = f"http://127.0.0.1:{replica.server_port}"
+    config.write_text(
+        f"port = {port}\napi_keys = ['good']\n{patience}\nreplicas = [{{ url = '{url}' }}]\n"
+    )
     process = subprocess.Popen(
-        [sys.executable, "-m", "banaserve", *argv],
+        [sys.executable, "-m", "banaserve", "route", "--config", str(config)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

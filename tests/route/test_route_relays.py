@@ -12,6 +12,7 @@ import sys
 import psutil
 import pytest
 
+from balancer_log import without_stalls
 from ports import free_port
 from process_tree import ProcessTree
 from waiting import until
@@ -52,15 +53,11 @@ class Streams:
 class Route:
     """The command, and everything that it starts."""
 
-    def __init__(self, url, config=None):
-        self.port = free_port()
-        argv = ["route", "--replica", url, "--port", str(self.port), "--processes", "2"]
-        if config is not None:
-            self.config = config
-            self.write(url)
-            argv = ["route", "--config", str(config)]
+    def __init__(self, url, folder):
+        self.port, self.config = free_port(), folder / "route.toml"
+        self.write(url)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "banaserve", *argv],
+            [sys.executable, "-m", "banaserve", "route", "--config", str(self.config)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -82,16 +79,24 @@ class Route:
         self.process.communicate()
 
     def write(self, url, more=""):
-        text = f"port = {self.port}\nprocesses = 2\n{more}\nreplicas = [{{ url = '{url}' }}]\n"
-        self.config.write_text(text)
+        # The server and the clients are this process, which may be slow.
+        self.config.write_text(
+            f"port = {self.port}\nprocesses = 2\n{more}\nreplicas = [{{ url = '{url}' }}]\n"
+            "limits = { connect_timeout_s = 60, drain_s = 60 }\nhealth = { timeout_s = 60 }\n"
+        )
 
     async def status(self):
         """Returns the status of an answer without a key."""
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: b\r\n\r\n")
-        line = await asyncio.wait_for(reader.readline(), WAIT_S)
-        writer.close()
-        return line.split()[1]
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                # As in ``stream_again``.
+                with contextlib.suppress(OSError, IndexError):
+                    reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+                    writer.write(b"GET /v1/models HTTP/1.1\r\nHost: b\r\n\r\n")
+                    status = (await reader.readline()).split()[1]
+                    writer.close()
+                    if status != b"503":
+                        return status
 
     async def stream(self, path=b"/v1/completions"):
         """Returns a connection with a stream under way."""
@@ -109,10 +114,10 @@ class Route:
                     return (await self.stream())[1]
 
     async def ended(self):
-        """Returns what it has written to standard error, once all of its processes have ended."""
+        """Returns the lines of standard error, once all of its processes have ended."""
         _, error = await asyncio.wait_for(asyncio.to_thread(self.process.communicate), WAIT_S)
         await until(lambda: not self.tree.alive())
-        return error
+        return without_stalls(error.splitlines())
 
     def is_closed(self):
         """Returns whether no process accepts connections."""
@@ -121,8 +126,8 @@ class Route:
 
 
 @pytest.mark.parametrize("to_all", [False, True], ids=["the command", "all processes"])
-async def test_a_signal_lets_streams_end_and_leaves_no_process(to_all):
-    async with Streams() as server, Route(server.url) as route:
+async def test_a_signal_lets_streams_end_and_leaves_no_process(tmp_path, to_all):
+    async with Streams() as server, Route(server.url, tmp_path) as route:
         streams = [await route.stream() for _ in range(4)]
         assert len(route.tree.alive()) == 4
         if to_all:
@@ -133,7 +138,7 @@ async def test_a_signal_lets_streams_end_and_leaves_no_process(to_all):
         server.may_end.set()
         for reader, _ in streams:
             assert (await asyncio.wait_for(reader.read(), WAIT_S)).endswith(b"two\r\n0\r\n\r\n")
-        assert await route.ended() == ""
+        assert await route.ended() == []
         number = signal.SIGTERM if to_all else signal.SIGINT
         assert route.process.returncode == 128 + number
 
@@ -146,8 +151,8 @@ async def test_a_signal_lets_streams_end_and_leaves_no_process(to_all):
         pytest.param(b"/v1/completions", signal.SIGSTOP, marks=pytest.mark.room),
     ],
 )
-async def test_the_process_that_decides_starts_again_and_streams_go_on(path, number):
-    async with Streams() as server, Route(server.url) as route:
+async def test_the_process_that_decides_starts_again_and_streams_go_on(tmp_path, path, number):
+    async with Streams() as server, Route(server.url, tmp_path) as route:
         reader, writer = await route.stream(path)
         [decides] = psutil.Process(route.process.pid).children()
         decides.send_signal(number)
@@ -157,14 +162,14 @@ async def test_the_process_that_decides_starts_again_and_streams_go_on(path, num
         for each in (writer, other):
             each.close()
         route.process.terminate()
-        said = await route.ended()
+        said = "\n".join(await route.ended())
         assert "the process that decides has ended: signal 9" in said
         assert ("it hangs" in said) is (number == signal.SIGSTOP)
         assert route.process.returncode == 128 + signal.SIGTERM
 
 
 async def test_a_changed_file_holds_for_the_process_that_starts_again(tmp_path):
-    async with Streams() as server, Route(server.url, tmp_path / "route.toml") as route:
+    async with Streams() as server, Route(server.url, tmp_path) as route:
         assert await route.status() == b"200"
         route.write(server.url, "api_keys = ['k']")
         async with asyncio.timeout(WAIT_S):
@@ -176,8 +181,8 @@ async def test_a_changed_file_holds_for_the_process_that_starts_again(tmp_path):
         assert await route.status() == b"401"
 
 
-async def test_all_end_as_at_a_signal_after_the_death_of_the_first_process():
-    async with Streams() as server, Route(server.url) as route:
+async def test_all_end_as_at_a_signal_after_the_death_of_the_first_process(tmp_path):
+    async with Streams() as server, Route(server.url, tmp_path) as route:
         reader, _ = await route.stream()
         route.process.kill()
         await until(route.is_closed)
@@ -186,8 +191,8 @@ async def test_all_end_as_at_a_signal_after_the_death_of_the_first_process():
         await route.ended()
 
 
-async def test_the_port_of_a_running_balancer_is_in_use():
-    async with Streams() as server, Route(server.url) as route:
+async def test_the_port_of_a_running_balancer_is_in_use(tmp_path):
+    async with Streams() as server, Route(server.url, tmp_path) as route:
         argv = ["route", "--replica", server.url, "--port", str(route.port), "--processes", "2"]
         second = await asyncio.to_thread(
             subprocess.run,
