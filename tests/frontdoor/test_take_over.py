@@ -60,7 +60,7 @@ async def offering(path: Path, front: socket.socket) -> AsyncIterator[SocketOffe
 
 def connected(path: Path) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.settimeout(30.0)
+    sock.settimeout(60.0)
     sock.connect(str(path))
     return sock
 
@@ -89,7 +89,7 @@ async def test_the_socket_is_the_same_and_both_accept_on_it(
             assert given.getsockname() == front.getsockname()
             front.close()  # what has come to it and is not accepted is the other's
             with socket.create_connection(given.getsockname()) as client:
-                given.settimeout(30.0)
+                given.settimeout(60.0)
                 with given.accept()[0] as connection:
                     client.sendall(b"still here")
                     assert connection.recv(100) == b"still here"
@@ -101,7 +101,7 @@ async def test_what_is_in_the_queue_goes_along(path: Path, front: socket.socket)
         async with offering(path, front) as offer:
             given = await taken_over(offer, path)
         front.close()
-        given.settimeout(30.0)
+        given.settimeout(60.0)
         with given, given.accept()[0] as connection:
             assert connection.getpeername() == waiting.getsockname()
 
@@ -193,7 +193,7 @@ def server_that(path: Path, speaks: Callable[[socket.socket], None]) -> Iterator
 
         def attend() -> None:
             with door.accept()[0] as connection:
-                connection.settimeout(30.0)
+                connection.settimeout(60.0)
                 speaks(connection)
 
         thread = threading.Thread(target=attend)
@@ -441,6 +441,7 @@ async def _requests_on_either_side_of_it(
     closed = [await first.open()]
     trusted = ssl.create_default_context(cafile=certificate) if certificate else True
     options: dict[str, Any] = {"base_url": url, "timeout": 60.0, "verify": trusted}
+    options["limits"] = httpx.Limits(keepalive_expiry=None)
     async with (
         httpx.AsyncClient(**options) as kept,
         httpx.AsyncClient(**options) as busy,
@@ -448,7 +449,6 @@ async def _requests_on_either_side_of_it(
     ):
         stream = asyncio.create_task(busy.post("/"))
         await until(lambda: old.num_begun == 1)
-        # Nothing slow between the two: a connection may be idle for five seconds.
         assert (await kept.get("/")).text == "old"
         closed.append(await second.open())
         first.retire()
@@ -476,7 +476,9 @@ def test_no_connection_is_refused_and_those_that_are_open_end_with_an_answer(
     is_tls: bool,
     front: socket.socket,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "600")
     certificate, key = write_certificate(tmp_path) if is_tls else (None, None)
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(_requests_on_either_side_of_it(front, certificate, key))

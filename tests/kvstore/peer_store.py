@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ SLOT_BYTES = FINGERPRINT.slot_bytes
 NUM_SLOTS = 16
 DEADLINE_S = 60.0
 KEY = "a key that both stores know"
+_PATIENT = partial(fork_store, is_patient=True)
 
 
 def chain(first: int, number: int) -> list[bytes]:
@@ -55,7 +57,7 @@ class PeerStore:
         stack: ExitStack,
         name: str,
         address: str = "",
-        start: Callable[..., Any] = fork_store,
+        start: Callable[..., Any] = _PATIENT,
     ) -> None:
         self.path, self.log = folder / f"{name}.sock", folder / f"{name}.log"
         self.address = address or f"127.0.0.1:{held_port(stack)}"
@@ -68,7 +70,9 @@ class PeerStore:
             patch.setenv(PEER_KEY_VARIABLE, key)
             self.process = self._start(self.path, num_slots * SLOT_BYTES, *options, stderr=log)
         self._stack.callback(self.kill)
-        self.client = StoreClient(self.path, FINGERPRINT, client_name=self._name, timeout_s=10.0)
+        self.client = StoreClient(
+            self.path, FINGERPRINT, client_name=self._name, timeout_s=DEADLINE_S
+        )
         self._stack.callback(self.client.close)
 
     def kill(self) -> None:

@@ -9,8 +9,25 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
+from banaserve.kvstore.daemon.connections import peer_server
 from banaserve.kvstore.daemon.process import main
+from banaserve.kvstore.peers import link, push
+from banaserve.transport.channels import stream
 from forked import Fd, Forked
+
+_PATIENCE_S = 600.0
+_OF_PEERS = [
+    *((peer_server, name) for name in ("GREETING_S", "ANSWER_S", "PUSH_SILENT_S")),
+    *((link, name) for name in ("CONNECT_S", "ANSWER_S")),
+    *((push, name) for name in ("ANSWER_S", "SEND_S")),
+    (stream, "STALL_S"),
+]
+
+
+def be_patient(set_limit: Callable[[object, str, float], None] = setattr) -> None:
+    """Take no peer that stands still for lost, in this process."""
+    for module, name in _OF_PEERS:
+        set_limit(module, name, _PATIENCE_S)
 
 
 def start_store(
@@ -35,18 +52,28 @@ def start_store(
 
 
 def fork_store(
-    path: Path, size: int | str, *options: str, stderr: IO[bytes] | int | None = None
+    path: Path,
+    size: int | str,
+    *options: str,
+    stderr: IO[bytes] | int | None = None,
+    is_patient: bool = False,
 ) -> Forked:
-    """The same from a process that has imported the daemon: a twentieth of the time."""
+    """The same from a process that has imported the daemon: a twentieth of the time.
+
+    Args:
+        is_patient: True if no peer that stands still is taken for lost.
+    """
     readable, writable = os.pipe()
     arguments = ["--socket", str(path), "--size", str(size), "--die-with-parent", *options]
-    process = Forked(_run_store, arguments, Fd(writable), stderr=stderr)
+    process = Forked(_run_store, arguments, Fd(writable), is_patient, stderr=stderr)
     os.close(writable)
     _until_ready(readable, stderr)
     return process
 
 
-def _run_store(arguments: list[str], ready_fd: int) -> int:
+def _run_store(arguments: list[str], ready_fd: int, is_patient: bool) -> int:
+    if is_patient:
+        be_patient()
     return main([*arguments, "--ready-fd", str(ready_fd)])
 
 

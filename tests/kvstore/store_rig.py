@@ -42,7 +42,10 @@ class Store:
         self.process.wait()
 
     def client(
-        self, name: str = "here", fingerprint: Fingerprint = FINGERPRINT, timeout_s: float = 10.0
+        self,
+        name: str = "here",
+        fingerprint: Fingerprint = FINGERPRINT,
+        timeout_s: float = DEADLINE_S,
     ) -> StoreClient:
         client = StoreClient(self.path, fingerprint, client_name=name, timeout_s=timeout_s)
         self._stack.callback(client.close)
@@ -66,7 +69,7 @@ def _run_child(path: Path, program: str) -> None:
         print("waiting", flush=True)
         sys.stdin.readline()
 
-    client = StoreClient(path, FINGERPRINT, client_name="child", timeout_s=10.0)
+    client = StoreClient(path, FINGERPRINT, client_name="child", timeout_s=DEADLINE_S)
     exec(program, {"os": os, "time": time, "KEYS": KEYS, "c": client, "wait": wait})
 
 

@@ -67,7 +67,7 @@ def test_arrivals_tell_what_is_readable_without_asking(store: Store) -> None:
     os.kill(store.process.pid, signal.SIGCONT)
     assert exchanged.lease is not None
     client.release(exchanged.lease)
-    clear_store(store.path)
+    clear_store(store.path, DEADLINE_S)
     assert client.arrivals([slot]) == [Lookup.MISS]
 
 
@@ -95,7 +95,7 @@ def test_eviction_keeps_leased_chains(store: Store) -> None:
 def test_clear_and_poison(store: Store) -> None:
     client = store.client()
     write(client, KEYS[:4])
-    cleared = clear_store(store.path)
+    cleared = clear_store(store.path, DEADLINE_S)
     assert (cleared.num_dropped, cleared.num_dropped_from_tiers) == (4, 0)
     assert client.lookup(KEYS[:4]) == [Lookup.MISS] * 4
     view = client.view()

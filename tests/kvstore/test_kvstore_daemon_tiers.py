@@ -70,7 +70,7 @@ class Store:
         assert self.process.wait(DEADLINE_S) == 0
 
     def client(self, name: str = "here") -> StoreClient:
-        client = StoreClient(self.path, FINGERPRINT, client_name=name, timeout_s=10.0)
+        client = StoreClient(self.path, FINGERPRINT, client_name=name, timeout_s=DEADLINE_S)
         self._stack.callback(client.close)
         return client
 
@@ -186,9 +186,9 @@ def test_kills_during_writes_never_yield_a_wrong_block(store: Store) -> None:
         store.start()
         eventually(lambda: client.stats() is not None)
         # Old chains are read while new ones are written, until the daemon dies in the middle.
-        killer = subprocess.Popen(
-            ["/bin/sh", "-c", f"sleep {pick.uniform(0.0, 0.25):.3f}; kill -9 {store.process.pid}"]
-        )
+        kill = f"read _; sleep {pick.uniform(0.0, 0.25):.3f}; kill -9 {store.process.pid}"
+        killer = subprocess.Popen(["/bin/sh", "-c", kill], stdin=subprocess.PIPE)
+        assert killer.stdin is not None
         while client.stats() is not None:
             first += 100
             pairs = [(of, None) for of in chain(first, 4)]
@@ -203,6 +203,9 @@ def test_kills_during_writes_never_yield_a_wrong_block(store: Store) -> None:
                     view.memory[begin : begin + SLOT_BYTES] = np.frombuffer(block(of), np.uint8)
             client.commit(slots)
             num_read += read(client, chain(100 * pick.randrange(1, first // 100 + 1), 4))
+            if not killer.stdin.closed:
+                eventually(lambda: store.tier().demoted)
+                killer.stdin.close()
         killer.wait()
         store.process.wait()
         report = check_folder(store.ssd)
@@ -343,7 +346,7 @@ def test_clear_empties_the_disk_too(store: Store) -> None:
     client = store.client()
     write(client, chain(0, 4))
     store.written()
-    cleared = clear_store(store.path)
+    cleared = clear_store(store.path, DEADLINE_S)
     assert (cleared.num_dropped, cleared.num_dropped_from_tiers) == (4, 4)
     assert client.lookup(chain(0, 4)) == [Lookup.MISS] * 4
     store.stop()

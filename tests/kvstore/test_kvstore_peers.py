@@ -31,16 +31,28 @@ from banaserve.transport.errors import PeerGoneError
 from banaserve.transport.threaded_server import MAX_STRANGERS, ConnectionPlaces
 from peer_store import DEADLINE_S, FINGERPRINT, KEY, NUM_SLOTS, SLOT_BYTES, PeerStore, chain
 from ports import held_port
-from store_process import fork_store
+from store_process import be_patient, fork_store
 from waiting import eventually
 
 pytestmark = pytest.mark.deep
 
 
+@pytest.fixture(autouse=True)
+def _no_peer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_patient(monkeypatch.setattr)
+
+
 @pytest.fixture
-def two(tmp_path: Path, stack: ExitStack) -> tuple[PeerStore, PeerStore]:
-    """A store that has blocks, and one that fetches them; neither is started."""
-    return PeerStore(tmp_path, stack, "there"), PeerStore(tmp_path, stack, "here")
+def two(
+    tmp_path: Path, stack: ExitStack, request: pytest.FixtureRequest
+) -> tuple[PeerStore, PeerStore]:
+    """A store that has blocks, and one that fetches them; neither is started.
+
+    A parameter is what starts them.
+    """
+    how = {"start": request.param} if hasattr(request, "param") else {}
+    there, here = (PeerStore(tmp_path, stack, name, **how) for name in ("there", "here"))
+    return there, here
 
 
 @pytest.fixture
@@ -87,18 +99,18 @@ def test_peers_that_come_and_go_while_a_store_runs(tmp_path: Path, stack: ExitSt
     one.write(chain(0, 4))
     other.write(chain(100, 4))
     assert here.read(chain(0, 2)) == here.read(chain(100, 2)) == 0
-    set_peers(here.path, [one.address])
+    set_peers(here.path, [one.address], DEADLINE_S)
     eventually(lambda: here.read(chain(0, 2)) == 2)
-    set_peers(here.path, [one.address, other.address])
+    set_peers(here.path, [one.address, other.address], DEADLINE_S)
     eventually(lambda: here.read(chain(100, 2)) == 2)
-    set_peers(here.path, [other.address])
+    set_peers(here.path, [other.address], DEADLINE_S)
     assert here.read(chain(0, 4)) == 2, "what came is here, and no more comes"
     assert here.read(chain(100, 4)) == 4
     one.kill()
-    set_peers(here.path, [])
+    set_peers(here.path, [], DEADLINE_S)
     assert here.read(chain(100, 6)) == 4
     assert here.peers().stats.problem == ""
-    set_peers(here.path, [other.address])
+    set_peers(here.path, [other.address], DEADLINE_S)
     other.write(chain(200, 3))
     eventually(lambda: here.read(chain(200, 3)) == 3)
 
@@ -111,10 +123,10 @@ def test_a_peer_that_stands_still_is_left_without_waiting(
     os.kill(there.process.pid, signal.SIGSTOP)
     # Asked, and not answered: nothing is said of these keys until it is known to be gone.
     here.client.lookup(chain(0, 4))
-    set_peers(here.path, [], timeout_s=1.0)
+    set_peers(here.path, [], DEADLINE_S)
     assert here.read(chain(0, 4)) == 0
     os.kill(there.process.pid, signal.SIGCONT)
-    set_peers(here.path, [there.address])
+    set_peers(here.path, [there.address], DEADLINE_S)
     eventually(lambda: here.read(chain(0, 4)) == 4)
 
 
@@ -142,9 +154,9 @@ def test_a_store_that_gets_no_more_threads_says_so_and_goes_on(
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
             with pytest.raises(UserError, match="not all of its peers are set: can't start"):
-                set_peers(path, ["127.0.0.1:10"])
-        set_peers(path, ["127.0.0.1:10"])
-        (tier,) = fetch_stats(path).tiers
+                set_peers(path, ["127.0.0.1:10"], DEADLINE_S)
+        set_peers(path, ["127.0.0.1:10"], DEADLINE_S)
+        (tier,) = fetch_stats(path, DEADLINE_S).tiers
         assert tier.stats.problem.startswith("127.0.0.1:10: "), "the other one is left"
     finally:
         server.stop()
@@ -157,12 +169,12 @@ def test_peers_that_cannot_be_set(two: tuple[PeerStore, PeerStore], tmp_path: Pa
     there, here = two
     here.start()
     with pytest.raises(UserError, match="write HOST:PORT"):
-        set_peers(here.path, [there.address, "nowhere"])
+        set_peers(here.path, [there.address, "nowhere"], DEADLINE_S)
     assert here.peers().stats.problem == ""
     alone = fork_store(tmp_path / "alone", NUM_SLOTS * SLOT_BYTES)
     try:
         with pytest.raises(UserError, match="started without a key of peers"):
-            set_peers(tmp_path / "alone", [here.address])
+            set_peers(tmp_path / "alone", [here.address], DEADLINE_S)
     finally:
         alone.kill()
         alone.wait()
@@ -200,7 +212,7 @@ def test_a_peer_that_does_not_answer_is_named_beside_one_that_does(
     there.start()
     away = f"127.0.0.1:{held_port(stack)}"
     here.start(there)
-    set_peers(here.path, [there.address, away])
+    set_peers(here.path, [there.address, away], DEADLINE_S)
     eventually(lambda: away in here.peers().stats.problem)
     eventually(lambda: there.address not in here.peers().stats.problem)
     assert here.is_linked()
@@ -214,13 +226,14 @@ def test_blocks_of_another_layout_are_not_taken(two: tuple[PeerStore, PeerStore]
     there.write(chain(0, 2))
     other = msgspec.structs.replace(FINGERPRINT, num_layers=4)
     here.client.close()
-    client = StoreClient(here.path, other, client_name="other", timeout_s=10.0)
+    client = StoreClient(here.path, other, client_name="other", timeout_s=DEADLINE_S)
     try:
         assert client.exchange(acquire=chain(0, 2)).lease is None
     finally:
         client.close()
 
 
+@pytest.mark.parametrize("two", [fork_store], ids=[""], indirect=True)
 @pytest.mark.parametrize("harm", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_peer_that_is_lost_is_gone_without_and_comes_back(
     harm: signal.Signals, linked: tuple[PeerStore, PeerStore]

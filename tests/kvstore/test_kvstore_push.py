@@ -35,8 +35,8 @@ from banaserve.kvstore.tiers.mailbox import Mailbox
 from banaserve.transport.channels.channel import StreamChannel
 from banaserve.transport.errors import PeerGoneError, TransportError
 from banaserve.transport.interface import Tensor
-from peer_store import FINGERPRINT, KEY, NUM_SLOTS, SLOT_BYTES, PeerStore, block, chain
-from store_process import start_store
+from peer_store import DEADLINE_S, FINGERPRINT, KEY, NUM_SLOTS, SLOT_BYTES, PeerStore, block, chain
+from store_process import be_patient, fork_store, start_store
 from waiting import eventually
 
 pytestmark = pytest.mark.deep
@@ -45,10 +45,22 @@ NUM_LAYERS, PARTS = FINGERPRINT.num_layers, FINGERPRINT.num_parts
 NAMESPACE = FINGERPRINT.namespace()
 
 
+@pytest.fixture(autouse=True)
+def _no_peer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_patient(monkeypatch.setattr)
+
+
 @pytest.fixture
-def two(tmp_path: Path, stack: ExitStack) -> tuple[PeerStore, PeerStore]:
-    """A store that pushes and one that is pushed to; neither is started."""
-    return PeerStore(tmp_path, stack, "there"), PeerStore(tmp_path, stack, "here")
+def two(
+    tmp_path: Path, stack: ExitStack, request: pytest.FixtureRequest
+) -> tuple[PeerStore, PeerStore]:
+    """A store that pushes and one that is pushed to; neither is started.
+
+    A parameter is what starts them.
+    """
+    how = {"start": request.param} if hasattr(request, "param") else {}
+    there, here = (PeerStore(tmp_path, stack, name, **how) for name in ("there", "here"))
+    return there, here
 
 
 @pytest.fixture
@@ -63,7 +75,7 @@ def start(there: PeerStore, here: PeerStore) -> None:
     # A peer that does not listen yet is asked again a second later: each is told once both do.
     there.start()
     here.start(there)
-    set_peers(there.path, [here.address])
+    set_peers(there.path, [here.address], DEADLINE_S)
     for one in (there, here):
         eventually(one.is_linked)
         one.client.connect()
@@ -158,7 +170,7 @@ def test_blocks_are_pushed_to_a_store_that_joins_and_no_more_to_one_that_leaves(
     for one in two:
         one.start()
         one.client.connect()
-    set_peers(there.path, [here.address])
+    set_peers(there.path, [here.address], DEADLINE_S)
     keys = chain(0, 6)
     slots = reserve(there, keys[:4])
     there.client.push(here.address, keys[:4])
@@ -168,7 +180,7 @@ def test_blocks_are_pushed_to_a_store_that_joins_and_no_more_to_one_that_leaves(
     rest = reserve(there, keys[4:])
     there.client.push(here.address, keys)
     eventually(lambda: here.stats().promoting_slots == 2)
-    set_peers(there.path, [])
+    set_peers(there.path, [], DEADLINE_S)
     # What was on its way comes to nothing there, and is whole here.
     eventually(lambda: here.stats().promoting_slots == 0)
     finish(there, keys[4:], rest)
@@ -241,6 +253,7 @@ def test_what_is_given_up_is_never_read_anywhere(
     eventually(lambda: is_empty(there, here))
 
 
+@pytest.mark.parametrize("two", [fork_store], ids=[""], indirect=True)
 @pytest.mark.parametrize("harm", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("loses", ["sender", "receiver"])
 def test_a_side_that_is_lost_in_the_middle_leaves_nothing_at_the_other(
@@ -480,7 +493,7 @@ def test_what_is_no_push_ends_the_connection_and_shows_nothing(
     for said, *sizes in messages:
         send(channel, said, *sizes)
     with pytest.raises(TransportError):
-        channel.receive(20.0)
+        channel.receive(DEADLINE_S)
     eventually(lambda: states(here, keys) == [Lookup.MISS] * 2)
     assert why in here.log.read_text()
     eventually(lambda: can_be_emptied(here))
@@ -516,6 +529,7 @@ def test_blocks_of_another_size_are_not_wanted(
     assert here.stats().promoting_slots == 0
 
 
+@pytest.mark.parametrize("two", [fork_store], ids=[""], indirect=True)
 def test_a_sender_that_says_nothing_more_is_gone(
     linked: tuple[PeerStore, PeerStore], stack: ExitStack
 ) -> None:
@@ -527,7 +541,7 @@ def test_a_sender_that_says_nothing_more_is_gone(
     granted = here.client.exchange(acquire=keys)
     eventually(lambda: here.client.arrivals(granted.slots) == [Lookup.MISS] * 2)
     with pytest.raises(PeerGoneError):
-        channel.receive(20.0)
+        channel.receive(DEADLINE_S)
 
 
 def test_a_stranger_offers_nothing(linked: tuple[PeerStore, PeerStore]) -> None:

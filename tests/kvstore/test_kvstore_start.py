@@ -102,7 +102,7 @@ def test_a_second_store_on_the_same_socket(
     path = tmp_path / "store.sock"
     with running(path):
         assert "another process listens" in complaint(capsys, "--socket", str(path), "--size", SIZE)
-        assert fetch_stats(path).capacity_bytes == 64 * 1024
+        assert fetch_stats(path, DEADLINE_S).capacity_bytes == 64 * 1024
 
 
 def test_a_folder_that_somebody_keeps_locked(
@@ -148,7 +148,7 @@ def test_the_socket_of_a_dead_store_is_taken_over(tmp_path: Path) -> None:
         pass
     assert path.exists()
     with running(path):
-        assert fetch_stats(path).capacity_bytes == 64 * 1024
+        assert fetch_stats(path, DEADLINE_S).capacity_bytes == 64 * 1024
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -167,7 +167,7 @@ def test_it_leaves_the_socket_of_a_successor_alone(tmp_path: Path) -> None:
         with running(path):
             first.terminate()
             assert first.wait(DEADLINE_S) == 0
-            assert fetch_stats(path).clients == 0
+            assert fetch_stats(path, DEADLINE_S).clients == 0
 
 
 def test_it_stops_with_the_process_that_started_it(tmp_path: Path) -> None:

@@ -37,19 +37,22 @@ async def test_blocks_outlive_a_killed_daemon_and_a_stop(tmp_path: Path) -> None
     await store.start()
     try:
         assert await store.problems() == []
-        client = StoreClient(store.socket_path, FINGERPRINT, client_name="here", timeout_s=10.0)
+        client = StoreClient(
+            store.socket_path, FINGERPRINT, client_name="here", timeout_s=DEADLINE_S
+        )
         slots = client.exchange(reserve=[(key, None) for key in KEYS]).reserved
         assert client.commit([slot for slot in slots if slot is not None])
         async with asyncio.timeout(DEADLINE_S):
             await asyncio.to_thread(
-                eventually, lambda: fetch_stats(store.socket_path).tiers[0].demoted == len(KEYS)
+                eventually,
+                lambda: fetch_stats(store.socket_path, DEADLINE_S).tiers[0].demoted == len(KEYS),
             )
             os.kill(store.pid, signal.SIGKILL)
             await restarted.wait()
             await asyncio.to_thread(
                 eventually, lambda: client.lookup(KEYS) == [Lookup.HIT] * len(KEYS)
             )
-        assert fetch_stats(store.socket_path).used_slots == 0
+        assert fetch_stats(store.socket_path, DEADLINE_S).used_slots == 0
         client.close()
     finally:
         await store.stop()
@@ -63,9 +66,16 @@ QUICK = StoreTimeouts(probe_s=0.02, answer_s=1.0, stall_s=4.0, spin_s=1e6)
 async def test_a_daemon_that_hangs_is_started_again(tmp_path: Path) -> None:
     restarted = asyncio.Event()
     options, log = StoreOptions(size="64KiB"), tmp_path / "log"
-    patience = dataclasses.replace(QUICK, answer_s=0.5, stall_s=1.0)
-    store = SupervisedStore(tmp_path / "kv", options, log, restarted.set, patience)
+    patience = dataclasses.replace(QUICK, stall_s=DEADLINE_S)
+
+    def restart() -> None:
+        store._timeouts = patience
+        restarted.set()
+
+    store = SupervisedStore(tmp_path / "kv", options, log, restart, patience)
     await store.start()
+    # No daemon has so little time to start, which may be long on a slow machine.
+    store._timeouts = dataclasses.replace(QUICK, answer_s=0.5, stall_s=1.0)
     try:
         first = store.pid
         os.kill(first, signal.SIGSTOP)
@@ -86,7 +96,7 @@ async def test_peers_that_are_set_outlive_a_restart(tmp_path: Path) -> None:
     await store.start()
 
     def problem() -> str:
-        return fetch_stats(store.socket_path).tiers[0].stats.problem
+        return fetch_stats(store.socket_path, DEADLINE_S).tiers[0].stats.problem
 
     try:
         assert problem() == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import select
@@ -21,7 +22,6 @@ from depth import num_examples
 
 NUM_KILLS = num_examples(52)
 BLOCK_BYTES = 12_000
-NUM_KEYS = 4000
 DEADLINE_S = 60.0
 MIB = 2**20
 
@@ -45,7 +45,7 @@ def write_for_ever(folder: Path, capacity_bytes: int, first: int, out: int) -> N
     """Store blocks, several at a time, and say which ones are stored."""
     tier = SsdTier(folder, capacity_bytes)
     tickets: dict[int, int] = {}
-    for number in range(first, NUM_KEYS):
+    for number in itertools.count(first):
         name = BlockName(key(number), key(number - 1) if number % 10 else None)
         block = content(number)
         while (ticket := tier.submit_store(name, block)) is None:
