@@ -234,13 +234,13 @@ def test_of_two_that_start_at_once_one_builds(tmp_path):
 
     def build(folder: Path) -> None:
         building.set()
-        assert waited.wait(timeout=30)
+        assert waited.wait(timeout=60)
         write_one_file(folder)
         built.append(folder)
 
     first = threading.Thread(target=cache.obtain, args=(tmp_path / "m", build, silent))
     first.start()
-    assert building.wait(timeout=30)
+    assert building.wait(timeout=60)
     was_built = cache.obtain(tmp_path / "m", build, lambda text: waited.set())
     first.join()
     assert not was_built

@@ -23,9 +23,9 @@ def test_runs_that_begin_at_once_have_folders_of_their_own(
 
     def run() -> tuple[RunDir, bool]:
         with contextlib.ExitStack() as stack:
-            begin.wait(30)
+            begin.wait(60)
             own = stack.enter_context(open_run_dir(None))
-            end.wait(30)
+            end.wait(60)
             return own, own.sockets.is_dir() and own.logs.is_dir()
 
     with ThreadPoolExecutor(_NUM_RUNS) as pool:

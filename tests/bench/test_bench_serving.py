@@ -58,7 +58,7 @@ class CannedServer:
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._released.set)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(30)
+        self._thread.join(60)
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)

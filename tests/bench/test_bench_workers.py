@@ -40,7 +40,7 @@ def test_workers_end_with_a_benchmark_that_is_killed(tmp_path: Path, number: int
             found = [psutil.Process(int(parent.stdout.readline())) for _ in range(2)]
             assert all(one.is_running() for one in found)
             parent.send_signal(number)
-            _, left = psutil.wait_procs(found, timeout=30.0)
+            _, left = psutil.wait_procs(found, timeout=60.0)
             assert left == []
         finally:
             parent.kill()

@@ -194,6 +194,7 @@ class FrontEnd:
         for socket, name in zip(self._sockets, self._names, strict=True):
             socket.setsockopt(zmq.SocketOption.LINGER, 0)
             socket.bind(name)
+        self._ended = self._output.get_monitor_socket(zmq.Event.DISCONNECTED)
 
     @property
     def _sockets(self) -> tuple[zmq.Socket[bytes], ...]:
@@ -240,11 +241,14 @@ class FrontEnd:
 
     def pending(self) -> Iterator[list[bytes]]:
         """Messages that have come from an engine core that has ended."""
-        while self._output.poll(100):
+        # A thread of zmq's reads them; it tells of the connection's end after the last one.
+        assert self._ended.poll(1000 * ANSWER_S), "the connection has not ended"
+        while self._output.poll(0):
             yield self._output.recv_multipart()
 
     def close(self) -> None:
-        for socket in self._sockets:
+        self._output.disable_monitor()
+        for socket in (*self._sockets, self._ended):
             socket.close()
         self._context.term()
 

@@ -16,7 +16,7 @@ from mock_protocol import ENGINE_CORE_DEAD, FinishReason, token_at
 pytestmark = pytest.mark.deep
 
 PROMPT = list(range(1000, 1200))
-END_S = 30.0
+END_S = 60.0
 
 
 def test_core_imports_neither_torch_nor_vllm() -> None:

@@ -41,7 +41,7 @@ def canned_openai() -> Iterator[CannedOpenAi]:
         yield server
     finally:
         server.shutdown()
-        thread.join(30)
+        thread.join(60)
         server.server_close()
 
 

@@ -20,7 +20,7 @@ from observing import until
 from process_tree import ProcessTree
 from server_run import tail_of
 
-END_S = 30.0
+END_S = 60.0
 Within = Callable[[Sequence[str]], list[str]]
 
 
