@@ -42,7 +42,7 @@ from layered_engine import (
     numbered,
     started,
 )
-from waiting import eventually
+from waiting import DEADLINE_S, eventually
 
 Engine = LayeredEngine
 
@@ -67,7 +67,7 @@ class TwoLives:
         stack.callback(self._end)
 
     def client(self, name: str) -> StoreClient:
-        client = StoreClient(self.path, FINGERPRINT, client_name=name)
+        client = StoreClient(self.path, FINGERPRINT, client_name=name, timeout_s=DEADLINE_S)
         client.connect()
         self._stack.callback(client.close)
         return client

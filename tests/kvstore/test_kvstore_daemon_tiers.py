@@ -237,7 +237,10 @@ def test_no_tenant_can_read_what_only_another_knows(store: Store) -> None:
     store.start()
     alice = store.client("alice")
     salted = StoreClient(
-        store.path, msgspec.structs.replace(FINGERPRINT, salt="bob"), client_name="bob"
+        store.path,
+        msgspec.structs.replace(FINGERPRINT, salt="bob"),
+        client_name="bob",
+        timeout_s=DEADLINE_S,
     )
     keys = chain(0, 4)
     write(alice, keys)

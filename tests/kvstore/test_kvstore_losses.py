@@ -19,7 +19,7 @@ from banaserve.kvstore.fingerprint import PAGE_BYTES
 from banaserve.kvstore.leases import Lookup
 from banaserve.kvstore.pool import PoolView
 from store_rig import FINGERPRINT, KEYS, Store, opened, read, reserve, write
-from waiting import eventually
+from waiting import DEADLINE_S, eventually
 
 
 @pytest.fixture
@@ -172,7 +172,9 @@ def test_a_store_that_hangs_is_not_waited_for(store: Store) -> None:
 
 
 def test_a_store_that_has_gone_can_have_its_memory_back(store: Store) -> None:
-    client = StoreClient(store.path, FINGERPRINT, client_name="here", populate=False)
+    client = StoreClient(
+        store.path, FINGERPRINT, client_name="here", populate=False, timeout_s=DEADLINE_S
+    )
     memory = weakref.ref(client.view().memory)
     client.let_go_if_lost()
     assert memory() is not None
@@ -206,7 +208,9 @@ def mapped_pools() -> set[str]:
 
 def test_who_reads_no_block_keeps_no_memory(store: Store) -> None:
     before = mapped_pools()  # those of earlier tests may go meanwhile
-    asking = StoreClient(store.path, FINGERPRINT, client_name="asking", maps_pool=False)
+    asking = StoreClient(
+        store.path, FINGERPRINT, client_name="asking", maps_pool=False, timeout_s=DEADLINE_S
+    )
     asking.connect()
     assert mapped_pools() <= before
     store.client().connect()

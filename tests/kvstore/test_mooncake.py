@@ -26,6 +26,7 @@ from banaserve_mooncake.process import KEY_PREFIX
 from banaserve_mooncake.tier import MooncakeTier
 from mooncake_master import Peer, missing_mooncake, mooncake_master
 from mooncake_peer import pid_of
+from waiting import eventually
 
 pytestmark = pytest.mark.deep
 
@@ -125,9 +126,9 @@ def url_of(master: Peer, timeout_s: int = 30) -> str:
     return f"mooncake://127.0.0.1:{master.port}?{lent}"
 
 
-def connected(stack: ExitStack, url: str) -> MooncakeTier:
-    # No answer grows old, however slow the machine is.
-    tier = MooncakeTier(parse_url(url), clock=lambda: 0.0)
+def connected(stack: ExitStack, url: str, clock: Callable[[], float] = lambda: 0.0) -> MooncakeTier:
+    """A tier whose answers do not grow old, however slow the machine is, but by ``clock``."""
+    tier = MooncakeTier(parse_url(url), clock=clock)
     stack.callback(tier.close)
     wait(tier, lambda: tier.stats().available)
     return tier
@@ -141,7 +142,7 @@ def tier(stack: ExitStack, master: Peer) -> MooncakeTier:
 @pytest.fixture
 def hasty(stack: ExitStack, master: Peer) -> MooncakeTier:
     """It waits for a second, which may be over on a machine that stands still: then it fails."""
-    return connected(stack, url_of(master, timeout_s=1))
+    return connected(stack, url_of(master, timeout_s=1), time.monotonic)
 
 
 @pytest.fixture
@@ -292,7 +293,12 @@ class TestFailures:
         assert end_of(hasty, ticket).outcome is TierOutcome.FAILED
         wait(hasty, lambda: not hasty.stats().available)
         master.resume()
-        assert loaded(hasty, key(2), 4096) is TierOutcome.DONE
+        eventually(
+            lambda: (
+                look(hasty, key(2)) is Lookup.HIT
+                and loaded(hasty, key(2), 4096) is TierOutcome.DONE
+            )
+        )
         serves_again(hasty)
 
     def test_a_peer_that_hangs_and_dies_with_its_blocks(self, hasty, other):
@@ -300,7 +306,7 @@ class TestFailures:
         os.kill(other(pid=True), signal.SIGSTOP)
         ticket = None
         while ticket is None:
-            wait(hasty, lambda: hasty.lookup([key(0)]) == [Lookup.HIT])
+            eventually(lambda: look(hasty, key(0)) is Lookup.HIT)
             ticket = hasty.submit_load(key(0), np.zeros(MIB, np.uint8))
         assert end_of(hasty, ticket).outcome is TierOutcome.FAILED
         assert hasty.lookup([key(0)]) != [Lookup.HIT]

@@ -15,6 +15,7 @@ from banaserve.kvstore.client.client import StoreClient
 from banaserve.kvstore.fingerprint import Fingerprint
 from forked import Forked
 from store_process import fork_store
+from waiting import DEADLINE_S
 
 LAYERS, BLOCKS, PAGE_BYTES = 3, 6, 4096
 FINGERPRINT = Fingerprint(
@@ -122,6 +123,7 @@ class LayeredEngines:
             msgspec.structs.replace(FINGERPRINT, salt=self._salt),
             client_name=f"{self._salt}-{fill}",
             num_writers=share.num_ranks,
+            timeout_s=DEADLINE_S,
         )
         client.connect()
         self._stack.callback(client.close)
