@@ -145,7 +145,8 @@ def replaced_unnoticed(old: Run, claim: Callable[[], Run]) -> None:
     assert not [name for name in strays if name.startswith(f"client{FRESH}-")]
     assert len({name.split("-")[0] for name in strays}) == len(strays)
     assert {one.name for one in streams} & late & by_new
-    first_by_new_s = min(one.ended_s for one in clients.answers if one.name in by_new)
+    # Not when it was answered: the new server may be slow to, and streams of the old one end.
+    first_by_new_s = min(one.sent_s for one in clients.answers if one.name in by_new)
     kept_by_old = [s for s in streams if s.name not in by_new and s.ended_s > first_by_new_s]
     assert kept_by_old, "no stream was under way when the server was replaced"
 
