@@ -18,6 +18,7 @@ from banaserve_route.balancer.config import (
 )
 from banaserve_route.balancer.targets import peers
 from banaserve_route.balancer.targets.membership import failover_owner
+from banaserve_route.policies.fleet import Fleet
 from depth import chosen_seed
 from ports import free_port
 from waiting import thinks
@@ -305,9 +306,21 @@ def test_the_nearest_looks_after_a_dead_region(distances, expected):
 
 
 async def test_a_dead_balancer_s_replicas_go_to_the_nearest_and_come_back(house, monkeypatch):
+    def least(fleet, target, milliseconds):
+        view = fleet.get(target)
+        view.round_trip_ms = min(view.round_trip_ms or milliseconds, milliseconds)
+
     monkeypatch.setattr(peers, "DEAD_AFTER_S", 0.2)
-    # Whole distances: on a busy machine a tenth of them drowns in its own delays.
+    # A stall of this process only adds to a distance.
+    monkeypatch.setattr(Fleet, "measured_round_trip", least)
     world = await World(house, ("eu", "us", "asia"), slower=1.0).start()
+    of_us, of_asia = (world.balancers[name].registry._peers for name in ("us", "asia"))
+    least_of_asia_ms = round_trip("asia", "eu")
+    await house.until(
+        lambda: (
+            max(of_us["eu"].distance_ms, of_asia["us"].state.distances_ms["eu"]) < least_of_asia_ms
+        )
+    )
     orphan = world.replicas["eu"][0].id
     world.kills["eu"]()
     await house.until(lambda: orphan in world.balancers["us"].targets)
