@@ -166,6 +166,28 @@ async def test_a_browser_asks_without_a_key_and_is_not_known_for_it(house):
     assert (await other.reply()).status == 401
 
 
+async def test_a_browser_s_question_does_not_wait(house):
+    go_on = asyncio.Event()
+
+    async def hold(asked):
+        await go_on.wait()
+        await asked.answer()
+
+    replica = await house.replica(hold)
+    limits = LimitSettings(max_outstanding=1)
+    balancer = await house.balance(replica, api_keys=("good",), limits=limits)
+    fields = "Authorization: Bearer good\r\n"
+    asking = [asyncio.create_task(house.ask(fields=fields)) for _ in range(2)]
+    await house.until(lambda: len(balancer.queue) == 1)
+    caller = await house.caller()
+    await caller.send(b"OPTIONS /v1/chat/completions HTTP/1.1\r\nHost: b\r\n\r\n")
+    refused = await caller.reply()
+    assert (refused.status, refused.fields["retry-after"]) == (503, "2")
+    assert len(balancer.queue) == 1
+    go_on.set()
+    assert [(await one).status for one in asking] == [200, 200]
+
+
 async def test_bodies_without_a_key_take_no_places(house):
     async with known_stream(
         house, max_requests=3, max_buffered="4KiB", max_body="1KiB"

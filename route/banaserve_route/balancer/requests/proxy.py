@@ -122,7 +122,8 @@ class ProxiedRequest:
         self._num_exceeded = bisect_left(limits, self.request.num_tokens)
         self._limit_wait()
         queue = self._dispatcher.queue
-        if not (queue and queue.has_waiting(self.kind)) and self.place():
+        is_first = self.message.is_preflight or not (queue and queue.has_waiting(self.kind))
+        if is_first and self.place():
             return
         if len(queue) >= self._dispatcher.max_queue:
             self._answer(429, f"{len(queue)} requests wait already; try again shortly", 1.0)
@@ -145,6 +146,10 @@ class ProxiedRequest:
             regions = self.request.allowed_regions
             where = f" in {', '.join(sorted(regions))}" if regions is not None else ""
             self._answer(503, f"no replica here may serve a request{model}{where}", None)
+            return True
+        if self.message.is_preflight:
+            # It shows no key: strangers must not fill the queue.
+            self.waited_too_long()
             return True
         return False
 
