@@ -143,6 +143,8 @@ def test_lengths_on_the_command_line() -> None:
         ({"target": "TRACE", "duration_s": 3}, "duration has no effect"),
         ({"target": "TRACE", "rps": 3, "speed": 3}, "give one of rps and speed"),
         ({"target": "TRACE", "speed": 0}, "speed is 0"),
+        ({"target": "TRACE", "speed": 1e-10}, "the load lasts 1e+11 s: give at most 1e+07"),
+        ({"target": "alpaca", "rps": 1e-9, "duration_s": 1e10}, "the load lasts 1e+10 s"),
         ({"target": "TRACE", "limit": 0}, "limit is 0"),
         ({"target": "TRACE", "limit": 1, "rps": 3}, "lasts longer than 0 s"),
     ],

@@ -29,7 +29,7 @@ from banaserve_bench.simulation.lengths import (
     read_lengths,
     token_counter,
 )
-from banaserve_bench.simulation.workload import Arrivals, Lengths, Pair, arriving
+from banaserve_bench.simulation.workload import Arrivals, Lengths, Pair, arriving, check_duration
 
 ARRIVALS = ("bursts", "diurnal", "poisson", "trace")
 DEFAULT_PROFILE = "opt-13b-a100"
@@ -341,7 +341,7 @@ def _load(
                 raise UserError(f"--{option} has no effect on a trace's own arrivals: use --limit")
         rows = _trace(asked)
         speed = _speed(asked, rows)
-        lasts_s = rows[-1].at_s / speed
+        check_duration(lasts_s := rows[-1].at_s / speed)
         num_cut = sum(row.prompt_tokens + row.output_tokens > most for row in rows)
         about = f"{len(rows)} requests in {lasts_s:.0f} s"
         if num_cut:

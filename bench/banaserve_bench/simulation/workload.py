@@ -17,6 +17,18 @@ LENGTH_KINDS = ("fixed", "lognormal", "measured", "uniform")
 _MOST_TOKENS = 1e9
 _MOST_REQUESTS = 1e8
 """Largest number of arrivals: more than a machine's memory holds."""
+_LONGEST_S = 1e7
+"""Longest time of a load: an idle system is simulated too, for minutes."""
+
+
+def check_duration(load_s: float) -> None:
+    """Check that a simulation of a load of ``load_s`` ends.
+
+    Raises:
+        UserError: It would not.
+    """
+    if load_s > _LONGEST_S:
+        raise UserError(f"the load lasts {load_s:.3g} s: give at most {_LONGEST_S:g}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +95,7 @@ class Arrivals:
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise UserError(f"{name} is {value!r}: give more than 0")
+        check_duration(self.duration_s)
         if not 1e-3 <= self.variation <= 1e3:
             raise UserError(f"variation is {self.variation}: give a number in [0.001, 1000]")
         if (number := self.rate_per_s * self.duration_s) > _MOST_REQUESTS:
