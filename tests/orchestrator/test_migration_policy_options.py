@@ -23,7 +23,7 @@ from banaserve.orchestrator.control.move_policies.registry import make
         ("still", {"delta": 1.0}, "unknown option"),
         ("repaired", {"rho": -1.0}, "rho is -1.0: give 0 or more"),
         ("repaired", {"overlap_fraction": 1.5}, r"overlap_fraction is 1.5: give a number in"),
-        ("repaired", {"horizon_s": float("nan")}, "horizon_s is nan"),
+        ("repaired", {"horizon_s": float("nan")}, "horizon_s takes a number: got nan"),
         ("repaired", {"max_moves": "many"}, "max_moves takes a whole number: got 'many'"),
         ("repaired", {"delta_down": 0.5}, "delta_down is above delta_up"),
         ("repaired", {"scalar": "som"}, "did you mean sum"),

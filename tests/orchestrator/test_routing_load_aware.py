@@ -238,7 +238,7 @@ def test_published_policy_applies_the_algorithm_to_colocated_instances() -> None
         ({"stale_after_s": 0.0}, "more than 0"),
         ({"max_running_requests": -1}, "more than 0"),
         ({"full_load_s": "a second"}, "full_load_s takes a number: got 'a second'"),
-        ({"stale_after_s": float("nan")}, "more than 0"),
+        ({"stale_after_s": float("nan")}, "stale_after_s takes a number: got nan"),
         ({"preset": "published", "delta_l": "high"}, "delta_l takes a number: got 'high'"),
     ],
 )

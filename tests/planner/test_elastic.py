@@ -539,6 +539,8 @@ def test_ctrl_c_in_the_servers_terminal_is_not_for_the_process():
         ({"roles": "some"}, "roles is 'some': give any or fixed"),
         ({"routing": "slo_awar"}, "slo_aware"),
         ({"window_s": 0.0}, "window_s is 0.0: give more than 0"),
+        ({"horizon_s": 0.0}, "horizon_s is 0.0: give more than 0"),
+        ({"margin": float("nan")}, "margin takes a number: got nan"),
         ({"chunks": "0,512", "min_step_tokens": 64}, "chunks is '0,512'"),
         ({"max_step_tokens": -1}, "max_step_tokens is -1: give 0 or more"),
         ({"min_step_tokens": 64, "max_step_tokens": 32}, "max_step_tokens is 32: give at least"),

@@ -88,7 +88,8 @@ def _of(owner: str, package: str) -> str:
 
 def _typed(owner: str, option: str, value: Any, types: Sequence[type]) -> Any:
     """Return ``value`` converted to one of ``types``; unchanged if ``types`` is empty."""
-    if not types or type(value) in types or (type(value) is int and float in types):
+    is_taken = type(value) in types or (type(value) is int and float in types)
+    if not types or (is_taken and value == value):  # nan is no number
         return value
     if bool in types and value in ("true", "false"):
         return value == "true"

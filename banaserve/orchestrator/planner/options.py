@@ -99,6 +99,7 @@ class ElasticOptions:
             "settled_s",
             "recheck_s",
             "window_s",
+            "horizon_s",
             "max_requests",
             "recent_s",
             "dilation",
