@@ -7,13 +7,20 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
+from rich.console import Console
 
+from banaserve.cli.admin import status
 from banaserve.cli.admin.migrate import _migrate
 from banaserve.cli.admin.operations import begin, follow
 from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.admin.status import move_rows
 from banaserve.cli.main import main
-from banaserve.contracts.control_api import MoveLine
+from banaserve.contracts.control_api import (
+    ControllerState,
+    ControllerStatus,
+    MoveLine,
+    ServerStatus,
+)
 from banaserve.contracts.instances import RoleChange
 from banaserve.contracts.migration_api import Migration, MoveLayers
 from banaserve.contracts.restart_api import RollingRestart
@@ -113,6 +120,18 @@ def test_an_abort_has_succeeded_if_the_restart_is_aborted(
     assert main(["restart", "--abort"]) == code
     shown = capsys.readouterr()
     assert f"the restart {ending}: why" in (shown.err if code else shown.out)
+
+
+def test_status_shows_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = "a\x1b]52;c;eA\x07"
+    moves = [MoveLine("m1", "failed", hostile, 1.0, "")]
+    controller = ControllerStatus(ControllerState.RUNNING, "on", hostile, 1.0)
+    found = ServerStatus(0.0, [], moves, controller)
+    status._print(found, as_json=False)
+    Console(width=200).print(status._screen(found))
+    shown = capsys.readouterr().out
+    assert shown.count("a\N{REPLACEMENT CHARACTER}]52") == 4
+    assert "\x1b" not in shown
 
 
 def test_status_keeps_an_error_apart_from_what_failed() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from banaserve.base.arguments import Rule, option
+from banaserve.base.text.printable import printable
 from banaserve.cli.admin.options import JsonOptions
 from banaserve.cli.app import App
 from banaserve.cli.terminal.console import Columns, make_table, print_json, print_rows, rows_of
@@ -127,7 +128,7 @@ def _parts(found: ServerStatus) -> tuple[list[str], list[list[tuple[str, ...]]]]
     lines = [controller_line(found.controller), routing, found.back_pressure]
     nodes = node_rows(found.nodes) if found.nodes else []
     tables = [instance_rows(found), nodes, move_rows(found.moves)]
-    return [one for one in lines if one], [one for one in tables if one]
+    return [printable(one) for one in lines if one], [one for one in tables if one]
 
 
 def controller_line(found: ControllerStatus) -> str:

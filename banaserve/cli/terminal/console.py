@@ -98,8 +98,8 @@ def print_rows(rows: Sequence[Sequence[str]], styles: Mapping[str, Style]) -> No
         rows: Rows of cells, of which only printable characters are shown.
         styles: Style of each cell whose whole text is the key.
     """
-    rows = [[printable(cell) for cell in row] for row in rows]
     if not sys.stdout.isatty():
+        rows = [[printable(cell) for cell in row] for row in rows]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
             cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
@@ -117,7 +117,7 @@ def make_table(rows: Sequence[Sequence[str]], styles: Mapping[str, Style]) -> Ta
 
     table = Table(box=None, show_header=False, pad_edge=False)
     for row in rows:
-        table.add_row(*(Text(cell, style=styles.get(cell, "")) for cell in row))
+        table.add_row(*(Text(printable(cell), style=styles.get(cell, "")) for cell in row))
     return table
 
 
