@@ -218,11 +218,11 @@ def test_a_node_comes_back_although_the_server_could_not_read_its_model_at_first
     scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("banaserve.nodes.server.pool.RETRY_S", 0.05)
-    problems = ["config.json: No such file or directory"]
+    problems: list[Exception] = [UserError("config.json: No such file"), ValueError("no JSON")]
 
     def digest(_: object) -> str:
         if problems:
-            raise UserError(problems.pop())
+            raise problems.pop()
         return ""
 
     async def run() -> None:

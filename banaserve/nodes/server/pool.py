@@ -225,12 +225,13 @@ class NodePool:
                     order = msgspec.structs.replace(node.order, model_digest=digest)
                     node.order = await _at_home(order, client)
                     await client.prepare(node.order)
-                except (NodeLostError, UserError) as error:
-                    await client.close()  # a session left open would keep the next one out
-                    client.problem = str(error)
-                else:
                     logger.info("node %s is back", client.name)
                     await self._share_stores()
+                except Exception as error:
+                    if not isinstance(error, (NodeLostError, UserError)):
+                        logger.exception("taking node %s again", client.name)
+                    await client.close()  # a session left open would keep the next one out
+                    client.problem = str(error)
 
     async def leave(self) -> None:
         """Give the nodes back: all processes of this server there end."""
