@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 
 from banaserve.base.errors import MigrationError, UserError
 from banaserve.contracts.migration_api import Migration, MoveExperts, MoveHeads, MoveLayers, Return
+from banaserve.serving.moves.sizes import GUEST_BYTES
 from migration_doubles import LAYERS, Cluster, done
 from waiting import until
 
@@ -177,6 +178,19 @@ async def test_a_target_without_room_is_refused(tmp_path):
     with pytest.raises(MigrationError, match="p0 has no room for layers 10:20"):
         await cluster.coordinator.begin(LAYERS)
     await cluster.close()
+
+
+async def test_room_that_a_move_under_way_needs_is_not_given_twice(cluster):
+    cluster.coordinator._available = lambda _: 200 << 20
+    cluster.engine.held = {"preparing"}
+    first = await cluster.coordinator.begin(LAYERS)
+    cluster.coordinator._available = lambda _: GUEST_BYTES + first.predicted_bytes
+    other = MoveLayers("p0", "d0", (0, 5))
+    with pytest.raises(MigrationError, match="d0 has no room for layers 0:5"):
+        await cluster.coordinator.begin(other)
+    cluster.engine.held.clear()
+    await cluster.coordinator.wait(first.id)
+    await done(cluster.coordinator, other)
 
 
 async def test_an_instance_that_is_down_is_refused(cluster):

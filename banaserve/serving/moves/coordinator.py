@@ -243,8 +243,10 @@ class Coordinator(Operations[Migration]):
         self, plan: Sequence[UnitMove], target: InstanceId, host_state: HostState
     ) -> int:
         kv, num_ranks, taken = host_state.kv, host_state.instance.num_ranks, 0
+        # Moves under way may not have taken theirs yet.
+        promised = sum(one.predicted_bytes for one in self.recent() if one.is_open)
         for planned in plan:
-            left = self._available(target) - taken
+            left = self._available(target) - promised - taken
             taken += check_room(planned.modules, target, self.facts, kv, left, num_ranks)
         return taken
 
