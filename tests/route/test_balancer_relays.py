@@ -21,6 +21,7 @@ from depth import seeds
 
 pytestmark = pytest.mark.parametrize("processes", [2])
 GROUPS, REQUESTS, CALLERS = 40, 400, 8
+UNTIL_CLOSE = b"HTTP/1.1 %d Whatever\r\n\r\nbegun"
 
 
 async def one_a_relay(house):
@@ -124,11 +125,20 @@ async def test_a_dead_or_hung_relay_takes_only_its_own_streams_along(house, numb
         assert (await caller.ask()).is_whole
 
 
-async def test_a_client_of_http_1_0_takes_no_part_of_an_answer_for_the_whole(house):
-    await house.balance(await house.replica(Held(is_stream=True)))
+@pytest.mark.parametrize(
+    ("version", "status", "begin"),
+    [("1.0", 200, None), ("1.1", 200, UNTIL_CLOSE), ("1.1", 400, UNTIL_CLOSE)],
+)
+async def test_no_client_takes_a_part_of_an_answer_for_the_whole(house, version, status, begin):
+    async def until_close(asked):
+        await asked.send(begin % status)
+        await asked.until_gone()
+
+    await house.balance(await house.replica(until_close if begin else Held(is_stream=True)))
     caller, _ = await one_a_relay(house)
-    await caller.send(b"POST /v1/completions HTTP/1.0\r\nContent-Length: 2\r\n\r\n{}")
-    assert (await caller.head())[0] == 200
+    head = f"POST /v1/completions HTTP/{version}\r\nHost: b\r\nContent-Length: 2\r\n\r\n"
+    await caller.send(head.encode() + b"{}")
+    assert (await caller.head())[0] == status
     [relays] = house.relays
     os.kill(relays._all[0].pid, signal.SIGKILL)
     # Such an answer ends with its connection, which a dead process would end as usual.

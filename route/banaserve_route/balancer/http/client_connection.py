@@ -62,6 +62,10 @@ class Client(Protocol):
 
     def write(self, data: bytes) -> None: ...
 
+    def end_with_body(self) -> None:
+        """Let the end of the connection be that of the body that begins."""
+        ...
+
     def done(self, message: ClientRequest) -> None:
         """Finish ``message``, whose answer is complete."""
         ...
@@ -320,9 +324,6 @@ class ClientConnection(asyncio.Protocol):
     def _begin(self, message: ClientRequest) -> None:
         self._is_busy, self._closes_at_s, self._is_head_timed = True, 0.0, False
         self.can_go_on = message.keep_alive
-        if message.is_http10:
-            # Otherwise the death of this process would end the body as if it were complete.
-            self._set_linger(_RESETS)
         active = self._handler.take(self, message)
         # An immediate answer has ended the request already.
         if self._is_busy:
@@ -339,12 +340,16 @@ class ClientConnection(asyncio.Protocol):
         if not self._transport.is_closing():
             self._transport.write(data)
 
+    def end_with_body(self) -> None:
+        """Let the end of the connection be that of the body that begins."""
+        self.can_go_on = False
+        # Otherwise the death of this process would end the body as if it were complete.
+        self._set_linger(_RESETS)
+
     def done(self, message: ClientRequest) -> None:
         """Finish ``message``, whose answer is complete."""
         self._active, self._is_busy = None, False
         self._give_back(message.size)
-        if message.is_http10:
-            self._set_linger(_CLOSES)
         if not self.can_go_on:
             self._leave()
             return
@@ -464,6 +469,7 @@ class ClientConnection(asyncio.Protocol):
         """Close for writing and discard further bytes: closing at once may lose the answer."""
         self._refusal = self._refusal or RequestRefusedError(400, "the connection is closing")
         self._waiting.clear()
+        self._set_linger(_CLOSES)
         self._within(_LINGER_S)
         if self._transport.can_write_eof() and not self._transport.is_closing():
             self._transport.write_eof()

@@ -194,6 +194,9 @@ class RemoteClient:
         if not self._is_relayed:
             self._link.send(WriteAnswer(self.request, data))
 
+    def end_with_body(self) -> None:
+        self.can_go_on = False
+
     def done(self, message: ClientRequest) -> None:
         if not self._is_relayed:
             self._link.send(EndRequest(self.request, closes=not self.can_go_on))

@@ -116,6 +116,8 @@ class RelayedRequest:
         for attempt in self._attempts.values():
             if attempt.body is not None:
                 self._relayed = attempt
+                if attempt.body.ends_by is BodyEnd.CLOSE:
+                    self._client.end_with_body()
                 attempt.exchange.resume()
         self._client.write(data)
 
@@ -171,7 +173,7 @@ class RelayedRequest:
         self._attempts[attempt.number] = self._relayed = attempt
         attempt.is_finished_here = True
         if head.body.ends_by is BodyEnd.CLOSE:
-            self._client.can_go_on = False
+            self._client.end_with_body()
         attempt.is_silent = head.is_events and is_comment(data)
         attempt.began = AnswerBegan(*told, True)
         self._send(AnswerBegan(*told, True, data=data) if attempt.is_silent else attempt.began)

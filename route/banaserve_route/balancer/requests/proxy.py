@@ -257,7 +257,7 @@ class ProxiedRequest:
         if not self._is_silent:
             attempt.first_byte(now_s)
         if body.ends_by is BodyEnd.CLOSE:
-            client.can_go_on = False
+            client.end_with_body()
         client.write(head.to_client(data, closes=not client.can_go_on))
 
     def on_body(self, data: bytes) -> None:
