@@ -16,6 +16,7 @@ from banaserve_route.balancer.config import (
     ReplicaSettings,
     TenantSettings,
 )
+from banaserve_route.balancer.relays.messages import TurnAway
 from counters import counted
 from depth import seeds
 
@@ -144,6 +145,18 @@ async def test_no_client_takes_a_part_of_an_answer_for_the_whole(house, version,
     # Such an answer ends with its connection, which a dead process would end as usual.
     with pytest.raises(ConnectionResetError):
         await asyncio.wait_for(caller.reader.read(), 60)
+
+
+async def test_a_client_that_is_refused_and_turned_away_takes_no_relay_along(house):
+    await house.balance(await house.replica())
+    caller, _ = await one_a_relay(house)
+    link = house.relays[0]._all[0]._link
+    [number] = link._clients
+    await caller.send(b"nonsense\r\n\r\n")
+    assert (await caller.reply()).status == 400
+    link.send(TurnAway(number))  # as if the two had crossed
+    await house.until(lambda: not link._clients)
+    assert not link.lost.is_set()
 
 
 async def test_a_stream_that_breaks_off_ends_in_an_error_for_its_client(house):

@@ -453,9 +453,11 @@ class ClientConnection(asyncio.Protocol):
     def turn_away(self) -> None:
         """Refuse the connection and close it at once: lingering would hold a file descriptor."""
         error = RequestRefusedError(503, "too many connections are open; try again shortly")
-        self._refusal = error
-        self._handler.refused(error)
-        self.write(replies.error(503, str(error), closes=True, retry_after_s=error.retry_after_s))
+        if self._refusal is None:  # nothing may be written after the answer to a bad request
+            self._refusal = error
+            self._handler.refused(error)
+            again_s = error.retry_after_s
+            self.write(replies.error(503, str(error), closes=True, retry_after_s=again_s))
         self._transport.close()
 
     def _answer_refusal(self, error: RequestRefusedError) -> None:
