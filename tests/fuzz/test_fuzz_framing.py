@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import given
@@ -56,7 +57,7 @@ class Transport(asyncio.Transport):
     """Keeps what is written."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__({"socket": SimpleNamespace(setsockopt=lambda *_: None)})
         self.written = b""
         self.is_closed = False
 

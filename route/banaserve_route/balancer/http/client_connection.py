@@ -351,6 +351,7 @@ class ClientConnection(asyncio.Protocol):
         self._active, self._is_busy = None, False
         self._give_back(message.size)
         if not self.can_go_on:
+            self._set_linger(_CLOSES)
             self._leave()
             return
         self._within(KEEP_ALIVE_S)
@@ -369,11 +370,6 @@ class ClientConnection(asyncio.Protocol):
         # If answers were added to unread answers, the write buffer would grow without bound.
         if self._waiting and not self._is_busy and not self._is_choked:
             self._begin(self._waiting.popleft())
-
-    def abort(self) -> None:
-        """Break the connection, so that half an answer is not mistaken for a complete one."""
-        self._active = None
-        self.reset()
 
     def exchange(
         self, pool: ConnectionPool, message: ClientRequest, fields: bytes, sink: Sink
@@ -402,10 +398,12 @@ class ClientConnection(asyncio.Protocol):
 
     def evict(self) -> None:
         """Make way for another connection; the client still gets the end of a complete answer."""
-        if self._active is None:
+        if self._active is None and not self._transport.get_write_buffer_size():
             self._transport.abort()
         else:
             self.reset()
+
+    abort = evict
 
     def reset(self) -> None:
         """End the connection so that the client takes no part of a body for the whole of it."""
@@ -471,7 +469,6 @@ class ClientConnection(asyncio.Protocol):
         """Close for writing and discard further bytes: closing at once may lose the answer."""
         self._refusal = self._refusal or RequestRefusedError(400, "the connection is closing")
         self._waiting.clear()
-        self._set_linger(_CLOSES)
         self._within(_LINGER_S)
         if self._transport.can_write_eof() and not self._transport.is_closing():
             self._transport.write_eof()
