@@ -142,18 +142,6 @@ class PriorityGroups(Generic[Item]):
             found.append(item)
         return found
 
-    def check(self) -> None:
-        """Assert the invariants, for tests."""
-        ages = [[age for age, _ in group] for group in self._groups]
-        assert all(one == sorted(one) for one in ages)
-        listed = {
-            item: (number, age) for number, group in enumerate(self._groups) for age, item in group
-        }
-        assert listed == dict(self._places)
-        assert not listed.keys() & self._taken.keys()
-        waiting = [number for number in range(1, len(ages)) if ages[number]]
-        assert all(self._clocks[number] >= 0 for number in waiting)
-
     def _next(self) -> int:
         if self._groups[_RETURNING]:
             return _RETURNING

@@ -26,6 +26,7 @@ from banaserve.base.net.sockets import (
     raise_descriptor_limit,
 )
 from banaserve.base.net.stalled_writes import StalledWrites, num_unread_bytes
+from connection_invariants import check_connections
 
 
 class Connection:
@@ -65,7 +66,7 @@ def test_whoever_has_shown_a_key_is_never_closed_for_another(
         elif what == "close" and peer in is_open:
             table.remove(is_open.pop(peer), peer)
             with_key.discard(peer)
-        table.check()
+        check_connections(table)
         assert list(table) == list(is_open.values())
         for each in range(4):
             name = f"10.0.0.{each}"
@@ -94,10 +95,10 @@ def test_another_protocol_takes_the_place_of_the_first() -> None:
     table.remove(handshake, peer)
     assert list(table) == [behind_it]
     table.authenticated(behind_it, peer)
-    table.check()
+    check_connections(table)
     table.remove(behind_it, peer)
     assert len(table) == 0
-    table.check()
+    check_connections(table)
 
 
 @pytest.mark.parametrize(

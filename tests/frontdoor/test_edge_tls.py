@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from connection_invariants import check_connections
+
 pytest.importorskip("vllm")
 
 from certificates import serial_of, write_certificate
@@ -83,7 +85,7 @@ async def test_handshakes_that_do_not_end_keep_nobody_out(tmp_path: Path) -> Non
         assert len(rig.edge.table) <= 8
         assert await ask(known) == (200, b"{}")
         assert await ask(await shaken(rig, client_context(tmp_path))) == (200, b"{}")
-        rig.edge.table.check()
+        check_connections(rig.edge.table)
 
 
 @on_uvloop

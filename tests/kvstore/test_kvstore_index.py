@@ -8,6 +8,7 @@ from banaserve.kvstore.index.index import BlockIndex
 from banaserve.kvstore.index.records import IndexEntry
 from banaserve.kvstore.index.seen_keys import SeenKeys
 from banaserve.kvstore.leases import Lookup
+from index_invariants import check_index
 
 ALICE, BOB = 1, 2
 
@@ -20,7 +21,7 @@ def store(index: BlockIndex, *chain: bytes, owner: int = ALICE) -> None:
         assert reserved is not None
         assert index.commit(reserved[1], 0)
         parent = key
-    index.check()
+    check_index(index)
 
 
 def present(index: BlockIndex, keys: bytes) -> str:
@@ -38,7 +39,7 @@ def test_a_block_is_pending_between_reserve_and_commit() -> None:
     assert index.acquire([b"a"], BOB) is None
     assert index.commit(reserved[1], 0)
     assert index.lookup([b"a"]) == [Lookup.HIT]
-    index.check()
+    check_index(index)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_acquire_leases_the_longest_readable_prefix(asked: bytes, num_granted: i
     assert index.num_leased == num_granted
     assert index.counters.hits == num_granted
     assert index.counters.misses == len(asked) - num_granted
-    index.check()
+    check_index(index)
 
 
 def test_a_key_is_reserved_once() -> None:
@@ -84,7 +85,7 @@ def test_a_leased_block_is_never_evicted() -> None:
     assert index.reserve(b"c", None, BOB) is None
     index.release(grant.lease_id)
     assert index.reserve(b"c", None, BOB) is not None
-    index.check()
+    check_index(index)
 
 
 def test_a_block_is_evicted_only_after_its_descendants() -> None:
@@ -100,7 +101,7 @@ def test_a_new_block_never_takes_its_parents_slot() -> None:
     store(index, b"a")
     assert index.reserve(b"b", b"a", ALICE) is None
     assert present(index, b"a") == "a"
-    index.check()
+    check_index(index)
 
 
 def test_a_parent_that_comes_back_is_kept_for_its_child() -> None:
@@ -121,7 +122,7 @@ def test_cyclic_parents_can_still_be_evicted(links: list[tuple[bytes, bytes]]) -
         assert reserved is not None
         index.commit(reserved[1], 0)
     assert index.clear() == len(links)
-    index.check()
+    check_index(index)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,7 @@ def test_a_block_of_two_parts(ends: str, results: list[bool], state: Lookup) -> 
     acts = {"c": index.commit, "a": index.abandon}
     assert [acts[end[0]](serial, int(end[1])) for end in ends.split()] == results
     assert index.lookup([b"k"]) == [state]
-    index.check()
+    check_index(index)
 
 
 def test_a_late_commit_cannot_publish_the_next_use_of_the_slot() -> None:
@@ -171,7 +172,7 @@ def test_everything_ends_with_its_owner_and_nothing_else() -> None:
     index.reserve(b"b", b"a", ALICE)
     index.reserve(b"c", b"a", BOB)
     index.drop_owner(ALICE)
-    index.check()
+    check_index(index)
     assert not index.owns_any(ALICE)
     assert not index.release(alices.lease_id)
     assert index.num_leased == 1
@@ -190,7 +191,7 @@ def test_clear_keeps_what_is_in_use_and_its_ancestors() -> None:
     assert index.clear() == 3
     assert present(index, b"abcxy") == "ax"
     assert index.counters.evictions == 0
-    index.check()
+    check_index(index)
 
 
 def fill(index: BlockIndex, tenant: bytes, *keys: bytes) -> int:
@@ -201,7 +202,7 @@ def fill(index: BlockIndex, tenant: bytes, *keys: bytes) -> int:
         if reserved is not None:
             assert index.commit(reserved[1], 0)
             num_written += 1
-    index.check()
+    check_index(index)
     return num_written
 
 
@@ -240,7 +241,7 @@ def test_a_tenant_without_slots_is_forgotten() -> None:
     assert index.stats().num_tenants == 2
     index.clear()
     assert index.stats().num_tenants == 0
-    index.check()
+    check_index(index)
 
 
 def test_a_quota_of_many_evictions_keeps_the_queues_small() -> None:
@@ -284,7 +285,7 @@ def chained(index: BlockIndex, tenant: bytes, *keys: bytes) -> None:
         reserved = index.reserve(key, parent, ALICE, tenant=tenant)
         assert reserved is not None
         assert index.commit(reserved[1], 0)
-    index.check()
+    check_index(index)
 
 
 def test_what_is_kept_outlives_a_load_that_evicts_all_else() -> None:
@@ -318,7 +319,7 @@ def test_the_oldest_gives_way_in_its_tenant_s_part_and_in_all() -> None:
         chain = [bytes([key]) for key in keys]
         chained(index, tenant, *chain)
         index.keep(chain, until_s=60.0)
-        index.check()
+        check_index(index)
     # Tenant t may keep four, all tenants eight.
     kept = [chr(key) for key in b"abcdefghi" if (e := index.get(bytes([key]))) and e.kept_until_s]
     assert "".join(kept) == "acdefghi"
@@ -333,7 +334,7 @@ def test_what_is_kept_blocks_no_writer() -> None:
     chained(index, b"", b"a", b"b", b"c", b"d")
     index.keep([b"a", b"b", b"c", b"d"], until_s=60.0)
     assert all(index.reserve(key, None, BOB) for key in (b"w", b"x", b"y", b"z"))
-    index.check()
+    check_index(index)
     assert index.counters.kept_given_way == 4
 
 

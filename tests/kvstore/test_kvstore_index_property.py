@@ -13,6 +13,7 @@ from banaserve.kvstore.index.index import BlockIndex
 from banaserve.kvstore.index.records import IndexEntry
 from banaserve.kvstore.leases import Lookup
 from depth import num_examples
+from index_invariants import check_index
 
 NUM_SLOTS = 3
 KEPT_QUOTA = 0.67
@@ -404,7 +405,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        self.index.check()
+        check_index(self.index)
         states = dict(MISSES)
         for key, block in self.blocks.items():
             states[key] = Lookup.HIT if block.ready else Lookup.PENDING

@@ -12,6 +12,7 @@ from banaserve.base.errors import UserError
 from banaserve.base.net.tls import ServerTls
 from banaserve_route.balancer.config import BalancerSettings, HealthSettings, LimitSettings
 from certificates import serial_of, write_certificate
+from connection_invariants import check_connections
 from counters import counted
 
 
@@ -67,7 +68,7 @@ async def test_handshakes_that_do_not_end_keep_nobody_out(house, tmp_path):
     assert len(balancer.connections) <= 8
     assert (await known.ask(fields=key)).status == 200
     assert (await (await https(house, tmp_path)).ask(fields=key)).status == 200
-    balancer.connections.check()
+    check_connections(balancer.connections)
     for one in silent:
         one.hang_up()
 

@@ -30,6 +30,7 @@ from banaserve.sim.timeline import Timeline
 from banaserve_bench.simulation.events import Event, arrange
 from banaserve_bench.simulation.run import simulate
 from banaserve_bench.simulation.workload import Lengths, LoadPhase, drawn
+from engine_invariants import check_engine
 
 PROFILE = load("opt-13b-a100")
 TOKEN_BYTES = 819_200
@@ -224,7 +225,7 @@ def test_a_death_in_the_middle_of_a_move_loses_no_request(kind: str) -> None:
     assert all(r.generated == r.output_tokens for r in requests)
     assert cell.load == 0
     for instance in cell.instances.values():
-        instance.engine.check()
+        check_engine(instance.engine)
         assert instance.engine.used_tokens == 0
         assert instance.inflight == 0
         assert instance.inflight_prefill_tokens == 0

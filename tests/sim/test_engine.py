@@ -16,6 +16,7 @@ from banaserve.sim.instances.engine import SimEngine
 from banaserve.sim.request import SimRequest
 from banaserve.sim.timeline import Timeline
 from depth import num_examples, seeds
+from engine_invariants import check_engine
 
 PROFILE = load("opt-13b-a100")
 
@@ -62,7 +63,7 @@ class Bench:
 
     def run(self) -> list[SimRequest]:
         self.timeline.run()
-        self.engine.check()
+        check_engine(self.engine)
         return self.done
 
 
@@ -173,7 +174,7 @@ def test_invariants_hold_after_every_event(seed: int, kv_tokens: int, max_reques
     bench.add(*mixed_load(seed, tight=True))
     while bench.timeline.next_s is not None:
         bench.timeline.step()
-        bench.engine.check()
+        check_engine(bench.engine)
         assert len(bench.engine.decoding) <= max_requests
         assert bench.engine.used_tokens <= kv_tokens
     assert sorted(r.id for r in bench.done) == list(range(60))

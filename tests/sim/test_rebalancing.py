@@ -16,6 +16,7 @@ from banaserve_bench.simulation.events import Event, arrange
 from banaserve_bench.simulation.run import simulate
 from banaserve_bench.simulation.workload import Lengths, LoadPhase, drawn
 from depth import seeds
+from engine_invariants import check_engine
 
 PROFILE = load("opt-13b-a100")
 BURST = LoadPhase(
@@ -88,7 +89,7 @@ def test_whatever_dies_every_request_ends_and_none_moves_twice_at_once(seed: int
     for one in cluster.finished:
         assert one.first_s <= one.end_s
     for instance in cell.instances.values():
-        instance.engine.check()
+        check_engine(instance.engine)
         assert instance.engine.used_tokens == instance.inflight == 0
     assert moves
     gaps = [after - at for times in moves.values() for at, after in pairwise(times)]

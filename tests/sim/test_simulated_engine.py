@@ -13,6 +13,7 @@ from banaserve.sim.instances.batch import EngineLimits
 from banaserve.sim.instances.engine import SimEngine
 from banaserve.sim.request import SimRequest
 from banaserve.sim.timeline import Timeline
+from engine_invariants import check_engine
 from engine_steps import LOADS, WATERMARK_FRACTION, Load, Recorded, record
 
 FILE = Path(__file__).with_name("engine_steps.json")
@@ -61,7 +62,7 @@ def simulated(load: Load) -> Recorded:
     take(0)
     engine.resize(load.kv_tokens)
     timeline.run()
-    engine.check()
+    check_engine(engine)
     return Recorded(steps, finished, engine.num_preemptions)
 
 

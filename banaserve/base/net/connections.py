@@ -98,14 +98,6 @@ class ConnectionTable(Generic[ConnectionT]):
         if not of_address:
             del self._by_address[address]
 
-    def check(self) -> None:
-        """Assert the table's invariants."""
-        assert self._anonymous.keys() <= self._all.keys()
-        of_addresses = [peer for one in self._by_address.values() for peer in one]
-        assert sorted(map(repr, of_addresses)) == sorted(map(repr, self._anonymous))
-        assert all(self._by_address.values())
-        assert len(self._all) <= self.max_connections
-
 
 def address_of(peer: Hashable) -> bytes:
     """Return the address under which a peer counts: IPv4 address, or /64 network of IPv6.

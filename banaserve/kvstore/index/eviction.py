@@ -5,7 +5,6 @@ Blocks form chains: each block may name another as its parent. No I/O.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from heapq import heapify, heappop, heappush
 from typing import Generic, Protocol, TypeVar
@@ -178,11 +177,3 @@ class Tenants:
     def pop(self, tenant: bytes) -> IndexEntry | None:
         """Remove and return the evictable block of ``tenant`` that was used longest ago."""
         return self._queues[tenant].pop()
-
-    def check(self, entries: Mapping[bytes, IndexEntry], in_use: Iterable[IndexEntry]) -> None:
-        """Assert that the counts are right and that no tenant is over its quota."""
-        assert self._num_slots == Counter(entry.tenant for entry in in_use)
-        assert all(number <= self.quota_slots for number in self._num_slots.values())
-        assert set(self._queues) == (set(self._num_slots) if self.has_quota else set())
-        for tenant, queue in self._queues.items():
-            queue.check(entries, (one for one in entries.values() if one.tenant == tenant))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -364,51 +363,6 @@ class BlockIndex:
             self._remove(entry)
             num_dropped += 1
         return num_dropped
-
-    # ---- invariants
-
-    def check(self) -> None:
-        """Assert the invariants that hold between two operations."""
-        self._check_entries()
-        self._check_leases()
-        in_use = [*self._entries.values(), *self._dropped.values()]
-        self._queue.check(self._entries, self._entries.values())
-        self._tenants.check(self._entries, in_use)
-        self._kept.check(self._entries)
-
-    def _check_entries(self) -> None:
-        entries = self._entries
-        in_use = [*entries.values(), *self._dropped.values()]
-        slots = sorted(self._free + [entry.slot for entry in in_use])
-        assert slots == list(range(self.num_slots)), "a slot is lost or used twice"
-        parents = [entry.parent for entry in entries.values() if entry.parent is not None]
-        assert Counter(parents) == self._chains.num_children
-        for key, entry in entries.items():
-            assert entry.key == key
-            assert not entry.dropped
-            writing = entry.serial in self._writing
-            assert writing + entry.ready + entry.promoting == 1, "an entry in two states or none"
-            assert not entry.promoting or entry.num_pins, "a promotion that nobody carries out"
-        for serial, entry in self._dropped.items():
-            assert entry.serial == serial
-            assert entry.dropped
-            assert entry.num_leases or entry.num_pins, "a dropped block keeps its slot for nobody"
-            assert not entry.ready
-            assert not entry.promoting
-        assert self.num_promoting == sum(entry.promoting for entry in entries.values())
-
-    def _check_leases(self) -> None:
-        leased = [entry for grant in self._leases.values() for entry in grant.entries]
-        assert not any(entry.serial in self._writing for entry in leased), "a lease on a write"
-        held = [entry for hold in self._holds.values() for entry in hold.entries.values()]
-        assert self.num_held == len({entry.serial for entry in held})
-        leased += held
-        for entry in leased:
-            holder = self._dropped.get(entry.serial) if entry.dropped else self._entries[entry.key]
-            assert holder is entry, "a leased block is gone"
-        assert self.num_leased == len({entry.serial for entry in leased})
-        in_use = [*self._entries.values(), *self._dropped.values()]
-        assert len(leased) == sum(entry.num_leases for entry in in_use)
 
     # ---- single steps
 

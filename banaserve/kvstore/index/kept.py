@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import ceil, floor
 from typing import TypeVar
 
@@ -88,16 +87,6 @@ class KeptBlocks:
         _remove(self._until, entry.kept_until_s, entry)
         entry.kept_until_s = 0
 
-    def check(self, entries: Mapping[bytes, IndexEntry]) -> None:
-        """Assert that no more blocks are kept than allowed, and all of them in ``entries``."""
-        assert set(self._all) == {entry for entry in entries.values() if entry.kept_until_s}
-        assert len(self) <= self._most
-        numbers = {tenant: len(kept) for tenant, kept in self._of_tenant.items()}
-        assert numbers == Counter(entry.tenant for entry in self._all)
-        assert all(number <= self._most_each for number in numbers.values())
-        assert _flat(self._of_tenant.values()) == _flat(self._until.values()) == {*self._all}
-        assert all(e.kept_until_s == until_s for until_s, kept in self._until.items() for e in kept)
-
     def _end(self, entry: IndexEntry) -> None:
         self.forget(entry)
         self._release(entry)
@@ -107,7 +96,3 @@ def _remove(groups: dict[GroupT, _Ordered], name: GroupT, entry: IndexEntry) -> 
     del groups[name][entry]
     if not groups[name]:
         del groups[name]
-
-
-def _flat(groups: Iterable[_Ordered]) -> set[IndexEntry]:
-    return {entry for group in groups for entry in group}

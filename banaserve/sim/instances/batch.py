@@ -266,18 +266,3 @@ class SimBatch:
             entries.clear()
         self.used_tokens = self._context = self._fetched_tokens = 0
         return sorted(lost, key=lambda request: request.id)
-
-    def check(self) -> None:
-        """Raise AssertionError on a broken invariant; for tests.
-
-        KV that is kept for other engines is in no table, so the used tokens may be more.
-        """
-        assert self._lengths == sorted(r.kv_tokens - r.joined_step for r in self.decoding.values())
-        held = sum(self._lengths) + len(self._lengths) * self._steps_done
-        assert held == self._context
-        held += sum(r.kv_tokens for r in [*self.loading.values(), *self._joining])
-        held += sum(r.computed + r.to_compute for r in self.prefilling)
-        assert 0 <= held <= self.used_tokens
-        tables = [self.waiting, self.prefilling, self.loading.values(), self._joining]
-        ids = [r.id for table in (*tables, self.decoding.values()) for r in table]
-        assert len(ids) == len(set(ids))
