@@ -16,7 +16,7 @@ from banaserve.sim.instances.batch import EngineLimits
 
 KINDS = ("banaserve", "colocated", "elastic", "static")
 HANDOVERS = ("pull", "store")
-CACHES = ("global", "local", "node", "none")
+CACHES = ("global", "local", "none")
 _HISTORY_S = 300.0
 
 
@@ -31,8 +31,8 @@ class System:
             the request joins fetches it; ``pull`` keeps it until the decode instance has fetched
             it, beside its steps (DistServe).
         cache: Place where prefixes are found: ``global`` in one store, ``local`` in each engine,
-            ``node`` on the machine of the instance that computes the prompt, ``none`` nowhere.
-        store_tokens: Capacity of the store, or of each machine's store, in tokens.
+            ``none`` nowhere.
+        store_tokens: Capacity of the store, in tokens.
         control_s: Period of the control loop, in seconds.
         history_s: Time for which requests are kept for the policy to look at, in seconds; 0 keeps
             none.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from banaserve.base.errors import NoInstanceError
 from banaserve.base.types import (
@@ -35,7 +34,7 @@ from banaserve.orchestrator.control.turn import turn as take_turn
 from banaserve.sim.cluster.placing import Placing
 from banaserve.sim.instances.engine import SimEngine
 from banaserve.sim.instances.instance import SimInstance
-from banaserve.sim.instances.prefix_cache import HASH_BLOCK_TOKENS, SimPrefixCache
+from banaserve.sim.instances.prefix_cache import SimPrefixCache
 from banaserve.sim.request import SimRequest
 from banaserve.sim.system import System
 from banaserve.sim.timeline import Timeline
@@ -45,19 +44,6 @@ _REPEAT_S = 0.5
 
 Far = Mapping[InstanceId, Mapping[InstanceId, Distance | None]]
 """Network paths of each instance to those on other machines, as in ``InstanceView.far``."""
-
-
-class CellListener(Protocol):
-    """Listener to a cell's requests, which are then not kept in ``Cell.finished``."""
-
-    def began(self, request: SimRequest) -> None:
-        """Learn that a prompt is computed; called again if the request runs again."""
-
-    def ended(self, request: SimRequest) -> None:
-        """Learn that the last token of a request is generated."""
-
-    def stranded(self, request: SimRequest) -> bool:
-        """Learn that no instance serves; return True to take the request away, else it waits."""
 
 
 class Cell:
@@ -79,8 +65,6 @@ class Cell:
         turn: Index of the cell among the cells.
         lighter: Called with ``turn`` when a request has ended.
         far: Network paths between instances on different machines; None if all share one machine.
-        nodes: Instances of each machine, if they share a prefix cache (``System.cache``).
-        listener: Listener to the requests; None for none.
     """
 
     def __init__(
@@ -94,12 +78,9 @@ class Cell:
         lighter: Callable[[int], None],
         *,
         far: Far | None = None,
-        nodes: Sequence[Sequence[InstanceId]] = (),
-        listener: CellListener | None = None,
     ) -> None:
         self._timeline = timeline
         self._system = system
-        self._listener = listener
         self._turn, self._lighter = turn, lighter
         self._token_bytes = profile.model.token_bytes
         self._token_s = self._token_bytes / profile.link.bytes_per_s
@@ -129,10 +110,6 @@ class Cell:
         }
         for name, ways in (far or {}).items():
             self.instances[name].far = ways
-        if system.cache == "node":
-            for node in nodes:
-                shared = SimPrefixCache(system.store_tokens, HASH_BLOCK_TOKENS)
-                self.caches.update(dict.fromkeys(node, shared))
         self._everyone = tuple(self.instances.values())
         self._views: dict[InstanceId, InstanceView] = {}
         self.on_turn: list[Callable[[Turn], None]] = []
@@ -157,9 +134,7 @@ class Cell:
             self._left,
         )
         if self._system.cache == "local":
-            self.caches[InstanceId(name)] = SimPrefixCache(
-                profile.memory.kv_tokens, HASH_BLOCK_TOKENS
-            )
+            self.caches[InstanceId(name)] = SimPrefixCache(profile.memory.kv_tokens)
         prefill = profile.prefill
         tokens = self._system.limits.step_tokens
         step_s = prefill.fixed_s + tokens * prefill.token_s + tokens**2 * prefill.pair_s
@@ -228,10 +203,7 @@ class Cell:
             asked = RequestView(RequestId(str(request.id)), tokens, cached, request.max_tokens)
             route = self._route(asked, avoided)
         except NoInstanceError:
-            if self._listener is not None and self._listener.stranded(request):
-                self.load -= 1
-                self._lighter(self._turn)
-            elif not self.is_lost:
+            if not self.is_lost:
                 self._timeline.after(_REPEAT_S, self._send, request)
             return
         request.decode = self.instances[route.decode]
@@ -239,7 +211,7 @@ class Cell:
         request.prefill = first
         if (cache := self.caches.get(first.id)) is not None and request.hash_ids:
             cached = min(cache.lookup(request.hash_ids, request.prompt_tokens), tokens - 1)
-            request.resident_tokens = cached if self._system.cache == "local" else 0
+            request.resident_tokens = cached
         request.cached_tokens = request.found_tokens = cached
         request.to_compute = tokens - cached
         if first is not request.decode:
@@ -263,8 +235,6 @@ class Cell:
         here = self.instances[engine.name]
         here.prefilled(request)
         request.comes()
-        if self._listener is not None:
-            self._listener.began(request)
         if request.hash_ids:
             cache = self.caches.get(here.id) or self.store
             if cache is not None:
@@ -328,17 +298,9 @@ class Cell:
         self.load -= 1
         self._output_lengths.ended(request.output_tokens)
         self._lighter(self._turn)
-        if self._listener is None:
-            self.finished.append(request)
-        else:
-            self._listener.ended(request)
+        self.finished.append(request)
 
     # ---- control and faults
-
-    @property
-    def is_ready(self) -> bool:
-        """Return whether an instance serves, as far as the router knows."""
-        return any(one.is_ready for one in self._everyone)
 
     @property
     def is_lost(self) -> bool:
@@ -392,53 +354,27 @@ class Cell:
         self._send(*told)
 
     def kill(self, name: InstanceId, back_after_s: float | None) -> None:
-        """Let an instance die; its requests run again elsewhere."""
-        self.kill_node([name], back_after_s)
-
-    def kill_node(
-        self, names: Sequence[InstanceId], back_after_s: float | None, notice_s: float = 0.0
-    ) -> None:
-        """Let instances die together, and the prefix cache of each with them.
+        """Let an instance die, with its prefix cache; its requests run again elsewhere.
 
         Args:
-            names: Ids of the instances, which are alive.
-            back_after_s: Time until the instances serve again, empty, in seconds; None for never.
-                Must be more than ``notice_s``.
-            notice_s: Time in seconds during which the router still sends requests there, which run
-                elsewhere afterwards.
+            back_after_s: Time until it serves again, empty, in seconds; None for never.
         """
-        dead = [self.instances[name] for name in names]
-        lost = [request for one in dead for request in one.engine.kill()]
-        self._num_returning += len(dead) * (back_after_s is not None)
-        for one in dead:
-            if (cache := self.caches.get(one.id)) is not None:
-                cache.clear()
-            self._abort_moves(one)
-        if notice_s:
-            self._timeline.after(notice_s, self._notice, (dead, lost))
-        else:
-            self._notice((dead, lost))
-        if back_after_s is not None:
-            for one in dead:
-                self._timeline.after(back_after_s, self._revive, one)
-
-    def _abort_moves(self, dead: SimInstance) -> None:
+        dead = self.instances[name]
+        lost = dead.engine.kill()
+        if (cache := self.caches.get(name)) is not None:
+            cache.clear()
         for step in self.placing.lose(dead):
             self._memory = self._memory.with_failed(step.action, self._timeline.now_s)
-
-    def _notice(self, told: tuple[list[SimInstance], list[SimRequest]]) -> None:
-        """Tell the router that instances are dead; restart the requests that were or went there."""
-        dead, lost = told
-        for one in dead:
-            lost += one.engine.kill()
-            self._abort_moves(one)
-            one.is_ready = False
-            one.inflight = one.inflight_tokens = 0
-            one.forget_prompts()
-            one.is_dirty = True
-        for request in sorted(lost, key=lambda request: request.id):
+        dead.is_ready = False
+        dead.inflight = dead.inflight_tokens = 0
+        dead.forget_prompts()
+        dead.is_dirty = True
+        self._num_returning += back_after_s is not None
+        for request in lost:
             request.uncounted_tokens = 0
             self._restart(request)
+        if back_after_s is not None:
+            self._timeline.after(back_after_s, self._revive, dead)
 
     def _revive(self, dead: SimInstance) -> None:
         self._num_returning -= 1
@@ -460,9 +396,7 @@ class Cell:
     def _keep_stored(self, request: SimRequest) -> None:
         """Let ``request`` begin anew with the blocks that the store has of it."""
         request.start_over()
-        # A machine's store is lost with it, and the model does not track which blocks it held.
-        is_kept = self._system.handover == "store" and self._system.cache != "node"
-        if is_kept and request.generated:
+        if self._system.handover == "store" and request.generated:
             whole = (request.all_tokens - 1) // self._block_tokens * self._block_tokens
             request.cached_tokens, request.to_compute = whole, request.all_tokens - whole
 

@@ -14,7 +14,7 @@ from banaserve.orchestrator.control.costs.profile import Profile
 from banaserve.orchestrator.control.rebalancing import RebalanceOptions
 from banaserve.sim.cluster.cell import Cell
 from banaserve.sim.instances.instance import SimInstance
-from banaserve.sim.instances.prefix_cache import HASH_BLOCK_TOKENS, SimPrefixCache
+from banaserve.sim.instances.prefix_cache import SimPrefixCache
 from banaserve.sim.request import SimRequest
 from banaserve.sim.system import System
 from banaserve.sim.timeline import Timeline
@@ -46,19 +46,14 @@ class SimCluster:
         self._num_ticks = 0
         tpot_s = float(system.routing_options.get("tpot_s", 0.0))
         self._rebalance_options = RebalanceOptions(tpot_s=tpot_s)
-        store = (
-            SimPrefixCache(system.store_tokens, HASH_BLOCK_TOKENS)
-            if system.cache == "global"
-            else None
-        )
-        self.store = store
+        self.store = SimPrefixCache(system.store_tokens) if system.cache == "global" else None
         for name in system.devices:
             check_known("instance with a device of its own", name, [n for n, _ in system.roles()])
         groups = cells_of(system)[part.place :: part.of]
         self._least_first: list[tuple[float, int]] = []
         self._lighter: set[int] = set()
         self.cells = [
-            Cell(timeline, profile, system, group, store, turn, self._lighter.add)
+            Cell(timeline, profile, system, group, self.store, turn, self._lighter.add)
             for turn, group in enumerate(groups)
         ]
         self._lighter.update(range(len(self.cells)))

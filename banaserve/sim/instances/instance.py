@@ -149,8 +149,7 @@ class SimInstance:
         age_s = float("inf") if report is None else now_s - report.at_s
         if self._view is not None and not self.is_dirty and age_s <= REPORT_S:
             return self._view
-        is_silent = self.engine.is_dead and self.is_ready
-        if report is None or (age_s >= _FRESH_S and not is_silent):
+        if report is None or age_s >= _FRESH_S:
             report = self._report = self._make_report(now_s)
         self.is_dirty = False
         self.view_old_s = report.at_s + REPORT_S

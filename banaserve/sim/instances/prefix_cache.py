@@ -1,4 +1,4 @@
-"""Cache of prefixes: the global store, one machine's store, or one engine's own prefix cache."""
+"""Cache of prefixes: the global store, or one engine's own prefix cache."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ class SimPrefixCache:
     An id names a block and all blocks before it, so a prefix is cached as far as its ids are found.
     """
 
-    def __init__(self, capacity_tokens: int, block_tokens: int) -> None:
-        self.block_tokens = block_tokens
-        self._capacity = capacity_tokens // block_tokens
+    def __init__(self, capacity_tokens: int) -> None:
+        self._capacity = capacity_tokens // HASH_BLOCK_TOKENS
         self._blocks: OrderedDict[int, None] = OrderedDict()
         self.hit_tokens = 0
         self.asked_tokens = 0
@@ -29,7 +28,7 @@ class SimPrefixCache:
                 break
             self._blocks.move_to_end(block)
             found += 1
-        tokens = min(found * self.block_tokens, prompt_tokens - 1)
+        tokens = min(found * HASH_BLOCK_TOKENS, prompt_tokens - 1)
         self.hit_tokens += tokens
         self.asked_tokens += prompt_tokens
         return tokens
