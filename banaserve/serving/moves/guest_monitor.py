@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncIterator
 
 from banaserve.base.errors import BanaServeError, MigrationError
+from banaserve.base.platform.linux import available_memory_bytes
 from banaserve.base.platform.run_dir import RunDir
 from banaserve.base.tasks import end_tasks
 from banaserve.base.types import InstanceId, ModulePlacement
@@ -24,7 +25,7 @@ from banaserve.serving.moves import placement, process_stats
 from banaserve.serving.moves.coordinator import Coordinator
 from banaserve.serving.moves.guest_pool import GuestPool
 from banaserve.serving.moves.host_state import HostState
-from banaserve.serving.moves.sizes import machine_available_bytes, model_facts
+from banaserve.serving.moves.sizes import model_facts
 
 logger = logging.getLogger(__name__)
 
@@ -228,7 +229,7 @@ async def live_migration(
     """
     guests = GuestPool(launcher, run, transport, guest_share)
     facts = model_facts(config)
-    coordinator = Coordinator(cluster.instances, guests, facts, machine_available_bytes)
+    coordinator = Coordinator(cluster.instances, guests, facts, lambda _: available_memory_bytes())
     monitor = GuestMonitor(coordinator)
     cluster.supervisor.on_ended.append(coordinator.instance_ended)
     monitor.start()

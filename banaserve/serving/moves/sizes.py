@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
-
 from banaserve.base.errors import MigrationError
 from banaserve.contracts.move_phase import ModelGeometry
 from banaserve.engine.compat.config import VllmConfig, element_bytes
@@ -84,11 +82,6 @@ def check_room(
             "move less, or serve with a smaller --kv-cache-memory-bytes"
         )
     return needed
-
-
-def machine_available_bytes(_: str) -> int:
-    """Return the available memory of this machine, in bytes, which all instances share."""
-    return int(psutil.virtual_memory().available)
 
 
 def _checkpoint_layer_bytes(folder: Path, element_bytes: int) -> int | None:
