@@ -169,8 +169,6 @@ class Pacer:
         self.profile = profile
         self.dilation = dilation
         self.away = RemoteShare()
-        self._id = instance_id
-        self._folder = folder
         self.now_s = now_s
         self._sleep = sleep
         self._costs = StepCosts(profile)

@@ -26,8 +26,8 @@ def read_records(path: Path, limit: int | None = None) -> Iterator[tuple[int, di
     return _lines(path, unpacked(path), limit)
 
 
-def read_objects(path: Path, limit: int | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the first ``limit`` objects of JSON lines or of one JSON list, with their places.
+def read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the objects of JSON lines or of one JSON list, with their places.
 
     A place has the file and, in words, the line or the number of the object.
 
@@ -36,13 +36,13 @@ def read_objects(path: Path, limit: int | None = None) -> Iterator[tuple[str, di
     """
     data = unpacked(path)
     if not data.lstrip().startswith(b"["):
-        yield from ((f"{path}, line {n}", record) for n, record in _lines(path, data, limit))
+        yield from ((f"{path}, line {n}", record) for n, record in _lines(path, data, None))
         return
     try:
         objects = msgspec.json.decode(data, type=list[dict[str, Any]])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path} is not a list of JSON objects: {error}") from error
-    yield from ((f"{path}, object {n}", one) for n, one in enumerate(objects[:limit], start=1))
+    yield from ((f"{path}, object {n}", one) for n, one in enumerate(objects, start=1))
 
 
 def _lines(path: Path, data: bytes, limit: int | None) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -215,7 +215,6 @@ SET_ATTRIBUTES = {
         "global_num_experts local_num_experts"
     ),
     "vllm.v1.worker.gpu_input_batch.CachedRequestState": "output_token_ids generator",
-    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": "intermediate_tensors",
     "vllm.compilation.breakable_cudagraph.BreakableCUDAGraphCapture": "_current_graph _capturing",
     "vllm.compilation.breakable_cudagraph.BreakableCUDAGraphWrapper": "entries",
     "vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager": "_capture_descs",

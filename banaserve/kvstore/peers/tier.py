@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -63,13 +63,7 @@ class PeersTier:
 
     name = PEERS
 
-    def __init__(
-        self,
-        key: bytes,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._clock = clock
+    def __init__(self, key: bytes) -> None:
         self._events: Mailbox[PeerEvent] = Mailbox()
         self._key = key
         self._links: list[PeerLink] = []
@@ -123,7 +117,7 @@ class PeersTier:
         up = [link for link in self._links if not link.problem]
         if not up:
             return [Lookup.MISS] * len(keys)
-        now_s, unknown = self._clock(), []
+        now_s, unknown = time.monotonic(), []
         found: list[Lookup] = []
         for key in keys:
             answer, question = self._answers.get(key), self._questions.get(key)
@@ -246,7 +240,7 @@ class PeersTier:
     def _learn(self, key: bytes, holders: tuple[PeerLink, ...]) -> None:
         self._answers.pop(key, None)
         valid_s = HIT_VALID_S if holders else MISS_VALID_S
-        self._answers[key] = _Answer(holders, self._clock() + valid_s)
+        self._answers[key] = _Answer(holders, time.monotonic() + valid_s)
         if len(self._answers) > _MAX_ANSWERS:
             del self._answers[next(iter(self._answers))]
 

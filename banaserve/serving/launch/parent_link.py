@@ -58,14 +58,14 @@ class ParentLink:
             self._started.append(pid)
             return pid
 
-    def wait_ready(self, timeout_s: float = START_S) -> None:
+    def wait_ready(self) -> None:
         """Return when a parent in a new process takes orders. Blocks.
 
         Raises:
             ParentLostError: The parent has ended, or is not ready in time.
         """
         with self._lock:
-            self._read(timeout_s, None)
+            self._read(START_S, None)
 
     def _read(self, timeout_s: float, order: messages.Order | None) -> int:
         """Give an order and return the answer; if None, wait until the parent is ready."""

@@ -229,16 +229,6 @@ def prompt_logprobs_of(runner: GPUModelRunner) -> dict[str, int]:
     return found
 
 
-def make_stage_buffers(runner: GPUModelRunner) -> None:
-    """Make the buffers for data of the previous pipeline stage, which vLLM 0.32 forgets on CPU."""
-    from vllm.distributed.parallel_state import get_pp_group
-
-    if not get_pp_group().is_first_rank:
-        runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
-            batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
-        )
-
-
 def set_implementation(layer: Any, implementation: Any) -> None:
     """Make an attention module use another implementation; call between two steps."""
     layer.impl = implementation

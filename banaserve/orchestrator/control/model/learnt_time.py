@@ -24,6 +24,9 @@ _NOISE = 0.05
 _DRIFT = 0.01
 """Relative change of a coefficient from one sample to the next, as a standard deviation."""
 
+_CALL_S = 4e-4
+"""Initial estimate of one round trip to a guest, in seconds."""
+
 EASED_AFTER_S = 120.0
 """Half-life of the learnt cost of a link beyond the initial estimate, in seconds."""
 
@@ -156,15 +159,13 @@ def step_time(
     context_token_s: float,
     request_s: float,
     doubt: float = 1.0,
-    call_s: float = 4e-4,
 ) -> LearntTime:
     """Return a step's time a + b n + c n^2 + d context + e batch, as DistServe fits, + f calls.
 
     Args:
         doubt: Relative standard error of these initial coefficients.
-        call_s: Time of one round trip to a guest, in seconds.
     """
-    first = (fixed_s, prefill_token_s, prefill_pair_s, context_token_s, request_s, call_s)
+    first = (fixed_s, prefill_token_s, prefill_pair_s, context_token_s, request_s, _CALL_S)
     return LearntTime.of(first, doubt)
 
 
