@@ -64,17 +64,13 @@ def _together(
     found: dict[str, Metric] = {}
     for labels, families in labelled:
         for family in families:
-            samples = [_with(sample, labels) for sample in family.samples]
+            samples = [one._replace(labels={**one.labels, **labels}) for one in family.samples]
             if (known := found.get(family.name)) is not None:
                 known.samples.extend(samples)
             else:
                 family.samples = samples
                 found[family.name] = family
     yield from found.values()
-
-
-def _with(sample: Any, labels: Mapping[str, str]) -> Any:
-    return sample._replace(labels={**sample.labels, **labels})
 
 
 class _Page(NamedTuple):
@@ -142,7 +138,8 @@ class MetricsPage:
     async def answer(self, request: Request) -> Response:
         """Return a page; 429 if too many different pages are asked for at once."""
         names = tuple(sorted(set(request.query_params.getlist("name[]"))))
-        is_open = _asks_for_open_metrics(request.headers.get("accept", ""))
+        accepted = request.headers.get("accept", "").split(",")
+        is_open = any(one.split(";")[0].strip() == _OPEN_METRICS for one in accepted)
         try:
             page = await self._pages.get(_Page(names, is_open))
         except TooManyCallsError:
@@ -157,7 +154,8 @@ class MetricsPage:
 
     async def _made(self, page: _Page) -> bytes:
         store = ""
-        if self._store is not None and _asks_for_store(page.names):
+        is_asked = not page.names or any(name.startswith(_STORE) for name in page.names)
+        if self._store is not None and is_asked:
             store = _store_page(await self._store.stats())
         samples = _Samples(self._registries(), page.names, store)
         loop = asyncio.get_running_loop()
@@ -173,14 +171,6 @@ class MetricsPage:
             else exposition.generate_latest(registry)
         )
         return written
-
-
-def _asks_for_open_metrics(accept: str) -> bool:
-    return any(one.split(";")[0].strip() == _OPEN_METRICS for one in accept.split(","))
-
-
-def _asks_for_store(names: Sequence[str]) -> bool:
-    return not names or any(name.startswith(_STORE) for name in names)
 
 
 def _store_page(stats: StoreStats | None) -> str:

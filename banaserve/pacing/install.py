@@ -41,15 +41,11 @@ def install(config: VllmConfig, runner_class: type[Any], instance: str) -> TimeH
         return REAL_TIME
     profile = profiles.load(settings.devices.get(instance, settings.profile))
     pacer = Pacer(profile, instance, Path(settings.folder), settings.dilation)
-    shape = _shape_of(config)
+    model, parallel = config.model_config, config.parallel_config
+    shape = ModelGeometry(model.get_num_layers(parallel), model.get_num_kv_heads(parallel))
     compat.on_wake(pacer.woke)
     _install_runner(runner_class, PacedSteps(pacer, shape))
     return PacedMoves(pacer, shape, _token_bytes(config, shape))
-
-
-def _shape_of(config: VllmConfig) -> ModelGeometry:
-    model, parallel = config.model_config, config.parallel_config
-    return ModelGeometry(model.get_num_layers(parallel), model.get_num_kv_heads(parallel))
 
 
 def _token_bytes(config: VllmConfig, shape: ModelGeometry) -> int:

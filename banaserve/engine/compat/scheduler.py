@@ -51,7 +51,7 @@ def install_states() -> None:
     @functools.wraps(begin)
     def begin_with_states(scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
         begin(scheduler, *args, **kwargs)
-        if _keeps_states(scheduler):
+        if getattr(scheduler.connector, "keeps_states", False):
             scheduler.need_mamba_block_aligned_split = True
             scheduler._mamba_block_aligned_split = functools.partial(  # type: ignore[method-assign]
                 _chunk, scheduler
@@ -68,10 +68,6 @@ def install_losses() -> None:
     several groups of blocks, whose ids it takes to be unique only within a group.
     """
     Scheduler._handle_invalid_blocks = _start_over  # type: ignore[method-assign, assignment]
-
-
-def _keeps_states(scheduler: Scheduler) -> bool:
-    return bool(getattr(scheduler.connector, "keeps_states", False))
 
 
 def _chunk(

@@ -12,7 +12,6 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from banaserve.base.errors import UserError
@@ -67,7 +66,7 @@ class AdminMiddleware:
         self._pages = page.access if page is not None else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not _is_admin(scope):
+        if scope["type"] != "http" or not f"{path_of(scope)}/".startswith(f"{PREFIX}/"):
             await self._app(scope, receive, send)
             return
         given = given_key(Headers(scope=scope))
@@ -110,7 +109,8 @@ def admin_app(
     if control is not None:
         routes += control_routes(control, coordinator)
     if traces is not None:
-        routes += trace_routes(traces)
+        # A client may choose the id, which may contain slashes.
+        routes += [route("/traces", _list, traces), route("/traces/{id:path}", _show, traces)]
     if page is not None:
         routes += live_routes(page)
     else:
@@ -129,21 +129,12 @@ async def _no_page(_: Request) -> Response:
     raise UserError("this server has no page: it was started with --no-ui")
 
 
-def _is_admin(scope: Scope) -> bool:
-    return f"{path_of(scope)}/".startswith(f"{PREFIX}/")
-
-
 @dataclass(frozen=True, slots=True)
 class Traces:
     """The front door's notes of requests, and the collector of the engines' notes."""
 
     requests: RequestLog
     collector: TraceCollector
-
-
-def trace_routes(traces: Traces) -> list[Route]:
-    # A client may choose the id, which may contain slashes.
-    return [route("/traces", _list, traces), route("/traces/{id:path}", _show, traces)]
 
 
 async def _list(traces: Traces, request: Request) -> Response:

@@ -170,12 +170,10 @@ class HttpProtocol(HttpToolsProtocol):
         if self.flow.read_paused and not self._is_refused:
             # Time in which this side does not read is not the client's.
             self._due_s += since_s
-        elif now_s >= self._due_s + (0 if self._in_head else self._grace_s):
-            self._expire()
-
-    @property
-    def _grace_s(self) -> float:
-        return self._body_bytes / self._limits.body_bytes_per_s
+        else:
+            grace_s = self._body_bytes / self._limits.body_bytes_per_s
+            if now_s >= self._due_s + (0 if self._in_head else grace_s):
+                self._expire()
 
     def _expire(self) -> None:
         if self._is_refused:

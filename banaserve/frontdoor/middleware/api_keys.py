@@ -67,7 +67,8 @@ class KeyMiddleware:
         self._metrics_digest = digest_of(metrics_key) if metrics_key else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._metrics_digest is not None and _is_metrics(scope):
+        is_metrics = scope["type"] == "http" and f"{path_of(scope)}/".startswith("/metrics/")
+        if self._metrics_digest is not None and is_metrics:
             await self._answer_metrics(self._metrics_digest, scope, receive, send)
             return
         is_guarded = _is_guarded(scope)
@@ -145,11 +146,6 @@ def _is_guarded(scope: Scope) -> bool:
     # The body of any other method would be kept and parsed, at whatever path.
     is_read = scope.get("method") in ("GET", "HEAD")
     return not is_read or path_of(scope).rstrip("/") not in OPEN_PATHS
-
-
-def _is_metrics(scope: Scope) -> bool:
-    """Return whether the path is ``/metrics`` or below that path."""
-    return scope["type"] == "http" and f"{path_of(scope)}/".startswith("/metrics/")
 
 
 def given_key(headers: Headers) -> str:

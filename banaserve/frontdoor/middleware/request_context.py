@@ -99,7 +99,7 @@ class RequestHeaderReader:
         self._dilation = dilation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not _names_any(scope):
+        if scope["type"] != "http" or not any(name in _NAMES for name, _ in scope["headers"]):
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
@@ -116,11 +116,6 @@ class RequestHeaderReader:
         finally:
             request_limits.reset(limits_before)
             request_keep_s.reset(keep_before)
-
-
-def _names_any(scope: Scope) -> bool:
-    """Return whether a request has one of the headers, which is rare."""
-    return any(name in _NAMES for name, _ in scope["headers"])
 
 
 def limits_of(headers: Headers, dilation: float = 1.0) -> RequestLimits:

@@ -128,7 +128,12 @@ def to_plan_for(
     seen: ClusterView, limits: ControlLimits, before: Remembered
 ) -> tuple[ClusterView, Remembered]:
     """Return the cluster as a policy sees it, and the state for ``concluded``."""
-    before = _forgetting(before, seen.now_s, limits)
+    now_s, failed_s = seen.now_s, before.failed_s.items()
+    before = replace(
+        before,
+        begun_s=tuple(at for at in before.begun_s if now_s - at < limits.minute_s),
+        failed_s={attempt: at for attempt, at in failed_s if now_s - at < limits.retry_after_s},
+    )
     known = replace(
         seen,
         is_balancing=before.is_balancing,
@@ -188,18 +193,6 @@ def concluded(
 def _is_free(step: Step) -> bool:
     """Return whether ``step`` copies and drains nothing, so that the limits do not apply to it."""
     return isinstance(step.action, SetStepTokens)
-
-
-def _forgetting(before: Remembered, now_s: float, limits: ControlLimits) -> Remembered:
-    return replace(
-        before,
-        begun_s=tuple(at for at in before.begun_s if now_s - at < limits.minute_s),
-        failed_s={
-            attempt: at
-            for attempt, at in before.failed_s.items()
-            if now_s - at < limits.retry_after_s
-        },
-    )
 
 
 def words(action: Action) -> str:

@@ -74,18 +74,12 @@ def plan_legs(request: RequestView, cluster: ClusterView, options: LegOptions) -
         return _fallback(Role.DECODE, prefill, LegReason.NO_DECODE_INSTANCE, options)
     if num_colocated == len(decode) == len(prefill):
         return Legs((), decode, LegReason.COLOCATED)
-    if _is_short(request, options):
+    is_short = request.uncached_tokens <= options.skip_prefill_below_tokens
+    if is_short or not request.is_splittable:
         return Legs((), decode, LegReason.SHORT_PROMPT)
     if not prefill:
         return _fallback(Role.PREFILL, decode, LegReason.NO_PREFILL_INSTANCE, options)
     return Legs(prefill, decode, LegReason.TWO_LEGS)
-
-
-def _is_short(request: RequestView, options: LegOptions) -> bool:
-    """Return whether ``request`` has one leg, because it cannot be split or its prompt is short."""
-    return not request.is_splittable or (
-        request.uncached_tokens <= options.skip_prefill_below_tokens
-    )
 
 
 def _ready(
