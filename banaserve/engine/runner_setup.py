@@ -14,7 +14,6 @@ import torch
 
 from banaserve.base.platform import huge_pages
 from banaserve.engine.compat.config import VllmConfig, is_on_cpu
-from banaserve.engine.compat.kv_connector import lost_blocks
 from banaserve.engine.compat.runner import hooks as runner_hooks
 from banaserve.engine.continuation import output_of
 from banaserve.engine.process_groups import share_group
@@ -40,10 +39,8 @@ def prepare_runners(config: VllmConfig) -> type[Any]:
         share_group()
         runner_hooks.shorten_spinning()
         runner_hooks.rewind_discarded_draws(runner_class)
-        runner_hooks.rewind_failed_loads(runner_class, lost_blocks)
     elif not config.use_v2_model_runner:
         runner_hooks.restore_output(runner_class, output_of)
-        runner_hooks.rewind_failed_loads(runner_class, lost_blocks)
     return runner_class
 
 

@@ -344,12 +344,9 @@ def test_a_step_planned_before_a_failed_fetch_was_known_publishes_nothing(
     gone = BlockCopy(3, Slot(0, saves[0][0].slot.generation + 1, 1))
     one.step(loads=[gone], saves=saves[0])
     assert one.worker.take_failed_blocks() == {3}
-    assert one.worker.lost_blocks == {3}
     one.step(saves=saves[1], settled=0)
     assert one.worker.take_failed_blocks() == set()
-    assert one.worker.lost_blocks == {3}
     one.step(saves=saves[2], settled=1)
-    assert one.worker.lost_blocks == set()
     assert [len(one.acquire(range(i, i + 1))) for i in range(3)] == [0, 0, 1]
 
 

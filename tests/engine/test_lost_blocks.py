@@ -13,13 +13,14 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from banaserve.engine.compat import kv_cache as compat
+from banaserve.engine.compat.runner import hooks as runner_hooks
 from banaserve.engine.compat.scheduler import install_losses
+from banaserve.migration.host.recovery import AsyncPoolScheduler, PoolScheduler
 from test_preble_scheduler import BLOCK, config_of, scheduler_of
 
 PROMPT = list(range(100, 100 + 20 * BLOCK))
@@ -33,10 +34,12 @@ class Connector:
 
     Attributes:
         is_lost: True once what it has promised cannot be fetched.
+        lost_life: Life of the KV that is lost with a guest; None while none is.
     """
 
     requires_kv_delivery = supports_divergent_local_hybrid_hits = False
     is_lost = False
+    lost_life: int | None = None
 
     def __init__(self) -> None:
         self.loads: list[tuple[list[int], list[int]]] = []
@@ -93,12 +96,17 @@ class Worker:
             if end < len(tokens):
                 sampled[-1] = []
             tokens += sampled[-1]
-        return ModelRunnerOutput(
+        output = ModelRunnerOutput(
             names,
             {name: place for place, name in enumerate(names)},
             sampled,
             kv_connector_output=KVConnectorOutput(invalid_block_ids=failed),
         )
+        life = runner_hooks.kv_life_of(plan)
+        if life is not None and life == self._connector.lost_life:
+            output.sampled_token_ids = [[WRONG] * len(one) for one in sampled]
+            runner_hooks.set_lost_life(output, life)
+        return output
 
     def _take(self, plan: Any) -> dict[str, int]:
         computed, cached = {}, plan.scheduled_cached_reqs
@@ -120,7 +128,7 @@ class Engine:
 
     def __init__(self, is_async: bool, num_blocks: int = 100) -> None:
         config = config_of(is_async=is_async, max_requests=4)
-        kind = AsyncScheduler if is_async else Scheduler
+        kind = AsyncPoolScheduler if is_async else PoolScheduler
         self.scheduler = scheduler_of(config, kind, num_blocks)
         self.connector = self.scheduler.connector = Connector()
         self._worker = Worker(self.connector)
@@ -191,12 +199,14 @@ def test_nobody_reads_the_blocks_of_a_request_that_has_ended_meanwhile(engine: E
     assert engine.run() == {"b": {RIGHT}}
 
 
-def test_a_request_that_is_preempted_meanwhile_is_computed_again() -> None:
-    """The step after the one that loses its blocks has no block left for another request."""
+@pytest.mark.parametrize("has_guest", [False, True], ids=["store", "guest"])
+def test_a_request_that_is_preempted_meanwhile_is_computed_again(has_guest: bool) -> None:
+    """The step after the one that loses its KV has no block left for another request."""
     engine = Engine(is_async=True, num_blocks=2 + len(PROMPT) // BLOCK)
-    engine.connector.is_lost = True
+    engine.connector.is_lost = not has_guest
     engine.ask("first", PROMPT[: BLOCK - 1])
     engine.step(lambda: engine.ask("a", num_output=8))
+    engine.connector.lost_life = 0 if has_guest else None
     engine.step()
     assert engine.requests["a"].num_preemptions == 1
     assert engine.run() == {"first": {RIGHT}, "a": {RIGHT}}

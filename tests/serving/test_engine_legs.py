@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,7 +16,7 @@ from vllm.logprobs import Logprob, append_logprobs_for_next_position
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 from banaserve.engine.compat import engine as compat
-from banaserve.engine.compat.runner.hooks import RewindableGenerator, advance, rewind_failed_loads
+from banaserve.engine.compat.runner.hooks import RewindableGenerator, advance, restore_output
 from banaserve.engine.connector.handover import Handover
 from banaserve.engine.continuation import logprob_rows, output_of, with_output
 from banaserve.serving.instances.supervisor import RestartPolicy
@@ -296,44 +297,30 @@ def test_a_rewound_generator_draws_the_same_again() -> None:
         generator.set_offset(8)
 
 
-@pytest.mark.parametrize("is_earlier", [False, True], ids=["lost now", "lost before"])
-@pytest.mark.parametrize(
-    ("lost", "computed", "is_discarded", "is_rewound"),
-    [
-        ((), 40, False, False),
-        ((11,), 40, False, True),
-        ((12,), 40, False, True),  # the last block is not full
-        # A block that this step fills, or another request's.
-        ((13,), 40, False, False),
-        ((99,), 40, False, False),
-        ((11,), 0, False, False),
-        ((11,), 40, True, False),  # vLLM takes it back
-    ],
-)
-def test_a_draw_of_a_step_whose_kv_could_not_be_loaded_is_taken_back(
-    lost: tuple[int, ...],
-    computed: int,
-    is_discarded: bool,
-    is_rewound: bool,
-    is_earlier: bool,
-) -> None:
+def test_a_request_that_is_resumed_draws_again_what_was_dropped() -> None:
+    whole, drawn = (torch.Generator().manual_seed(3) for _ in range(2))
+    advance(whole, 2, vocab_size=100)
+    advance(drawn, 4, vocab_size=100)  # two of the four tokens were dropped
+
     class Runner:
-        def __init__(self) -> None:
-            self.generator = torch.Generator().manual_seed(3)
-            self.input_batch = SimpleNamespace(generators={1: self.generator}, req_ids=["a", "b"])
-            self.requests = {
-                "b": SimpleNamespace(num_computed_tokens=computed, block_ids=([10, 11, 12, 13],))
-            }
-            self.cache_config = SimpleNamespace(block_size=16)
-            failed = set() if is_earlier else set(lost)
-            self.kv_connector_output = SimpleNamespace(invalid_block_ids=failed)
-            self.discard_request_mask = SimpleNamespace(np=[False, is_discarded])
+        input_batch = SimpleNamespace(vocab_size=100)
+        requests = {  # noqa: RUF012 - of one test
+            "a": SimpleNamespace(generator=drawn, sampling_params=SimpleNamespace(seed=3)),
+            "greedy": SimpleNamespace(generator=None),
+            "runs": SimpleNamespace(generator=None),
+        }
 
-        def _sample(self) -> float:
-            return torch.rand(1, generator=self.generator).item()
+        def _update_states(self, output: Any) -> None:
+            pass
 
-    rewind_failed_loads(Runner, lambda: set(lost) if is_earlier else set())
-    runner = Runner()
-    first = runner._sample()
-    runner.kv_connector_output = None
-    assert (runner._sample() == first) == is_rewound
+    restore_output(Runner, output_of)
+    for resumed in ({"a", "greedy"}, set()):  # the step after it changes nothing
+        names = ["runs", "greedy", "a"]
+        cached = SimpleNamespace(
+            req_ids=names, num_output_tokens=[9, 1, 2], resumed_req_ids=resumed
+        )
+        output = SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=cached)
+        Runner()._update_states(output)
+        assert torch.equal(drawn.get_state(), whole.get_state())
+        advance(whole, 1, vocab_size=100)
+        advance(drawn, 1, vocab_size=100)

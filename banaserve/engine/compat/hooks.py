@@ -136,8 +136,6 @@ vllm.v1.worker.gpu_input_batch
     wrapped InputBatch.add_request: a request brings output along
         (request)
 vllm.v1.worker.gpu_model_runner
-    wrapped GPUModelRunner._sample: seeds where KV could not be loaded
-        (...)
     wrapped GPUModelRunner._update_states: a request brings output along
         (scheduler_output)
     wrapped GPUModelRunner.execute_model: steps that lost KV

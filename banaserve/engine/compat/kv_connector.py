@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
 from typing import Any
 
 from vllm.distributed import kv_transfer
@@ -33,15 +32,6 @@ __all__ = [
 def get_kv_transfer_group() -> Any:
     """Return this worker's connector: banaserve's, which has more methods than vLLM's interface."""
     return kv_transfer.get_kv_transfer_group()
-
-
-def lost_blocks() -> Set[int]:
-    """Return this worker's blocks that could not be loaded, until its scheduler knows of them.
-
-    The set is empty with a connector other than banaserve's.
-    """
-    found: Set[int] = getattr(kv_transfer.get_kv_transfer_group(), "lost_blocks", frozenset())
-    return found
 
 
 class ConnectorBase(KVConnectorBase_V1):

@@ -87,11 +87,8 @@ def _chunk(
 def _start_over(scheduler: Scheduler, invalid: set[int], scheduled: dict[str, int]) -> set[str]:
     """Preempt requests that hold an invalid block, and drop their output in flight.
 
-    Args:
-        scheduled: Number of tokens of each request in the step that lost the blocks.
-
     Returns:
-        Ids of the requests whose output of that step does not count.
+        No request: the output of these counts as stale, whichever step it is of.
     """
     manager = scheduler.kv_cache_manager
     lost = [
@@ -102,12 +99,7 @@ def _start_over(scheduler: Scheduler, invalid: set[int], scheduled: dict[str, in
     for request in lost:
         request.skip_reading_prefix_cache = True  # a second fetch could fail as the first one did
     _restart(scheduler, lost)
-    # Which blocks requests had that were preempted after the step was planned is not known.
-    known = filter(None, map(scheduler.requests.get, scheduled))
-    names = {one.request_id for one in known if one.status is RequestStatus.PREEMPTED}
-    for name in names:
-        scheduler.requests[name].drop_stale_output = True
-    return names
+    return set()
 
 
 def _restart(scheduler: Scheduler, running: Iterable[Request]) -> None:
@@ -118,6 +110,10 @@ def _restart(scheduler: Scheduler, running: Iterable[Request]) -> None:
         scheduler._preempt_request(request, now_s, drop_stale_output=True)
         # It may run again in the next step, in which it is to count as new.
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+    # Which blocks requests had that were preempted after the step was planned is not known.
+    for request in scheduler.requests.values():
+        if request.status is RequestStatus.PREEMPTED:
+            request.drop_stale_output = True
     pool = scheduler.kv_cache_manager.block_pool
     pool.evict_blocks({block.block_id for block in pool.blocks})
 

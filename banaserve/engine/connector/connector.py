@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -188,11 +187,6 @@ class StoreConnector(ConnectorBase):
         """The worker's side; in the worker's role only."""
         assert self._worker is not None
         return self._worker
-
-    @property
-    def lost_blocks(self) -> Set[int]:
-        """Blocks that could not be fetched; see ``StoreConnectorWorker``."""
-        return self.worker.lost_blocks
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         names = self.kv_cache_config.kv_cache_groups[self._groups.attention].layer_names

@@ -58,17 +58,11 @@ class StepRecovery:
     def _sample_tokens(self, sample: runner_hooks.Call, *args: Any, **kwargs: Any) -> Any:
         if not self._is_lost:
             return sample(*args, **kwargs)
-        # Random numbers drawn for a dropped step would be missing in the step that replaces it.
-        generators = runner_hooks.generators_of(self._runner)
-        states = {row: generator.get_state() for row, generator in generators.items()}
         # A prompt that the dropped step completes is computed again, with its log probabilities.
         prompts = runner_hooks.prompt_logprobs_of(self._runner)
         incomplete = dict(prompts)
         output = sample(*args, **kwargs)
         prompts |= incomplete
-        for row, state in states.items():
-            if row in generators:
-                generators[row].set_state(state)
         return self._mark(output)
 
     def _mark(self, output: Any) -> Any:

@@ -89,12 +89,14 @@ class Rig:
         from vllm import LLM
 
         from banaserve.engine.compat.runner import hooks as runner_hooks
+        from banaserve.engine.continuation import output_of
         from banaserve.migration.host import install
 
         runner_class = runner_hooks.cpu_model_runner()
         install.install_runner(runner_class, _PIECES)
         install.install_utilities()
         if not getattr(runner_class, "_seeds_installed", False):
+            runner_hooks.restore_output(runner_class, output_of)
             runner_hooks.rewind_discarded_draws(runner_class)
             runner_class._seeds_installed = True
         self._control = control

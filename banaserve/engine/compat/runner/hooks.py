@@ -8,7 +8,7 @@ module imports nothing of vLLM, so that modules that run without vLLM can use th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -207,17 +207,6 @@ def replace_kv_caches(runner: GPUModelRunner, tensors: Mapping[str, torch.Tensor
         runner.kv_caches[:] = list(tensors.values())
 
 
-def generators_of(runner: GPUModelRunner) -> dict[int, torch.Generator]:
-    """Return the generators of the requests with a seed, by row of the batch.
-
-    The second model runner has none: its draws depend on seed and position alone.
-    """
-    if runner.vllm_config.use_v2_model_runner:
-        return {}
-    found: dict[int, torch.Generator] = runner.input_batch.generators
-    return found
-
-
 def prompt_logprobs_of(runner: GPUModelRunner) -> dict[str, int]:
     """Return the runner's own record of prompts whose log probabilities are not complete.
 
@@ -271,13 +260,16 @@ def wrap_build(builder: Any, begin: Callable[[Any], None]) -> Call:
 def restore_output(runner_class: type[Any], output_of: Callable[[Any], Any]) -> None:
     """Make a runner accept new requests with output tokens from another instance.
 
-    vLLM's second model runner gets these tokens from the scheduler, and draws by position.
+    The draws of a request that was preempted continue after its output as well: output that its
+    scheduler has dropped, because KV was lost, is drawn again. vLLM's second model runner gets
+    these tokens from the scheduler, and draws by position.
 
     Args:
         output_of: Function that returns these tokens, given a request's sampling parameters.
     """
 
     def update(call: Call, runner: GPUModelRunner, scheduler_output: Any) -> Any:
+        _draw_again(runner, scheduler_output.scheduled_cached_reqs)
         brought = {
             new.req_id: tokens
             for new in scheduler_output.scheduled_new_reqs
@@ -301,6 +293,18 @@ def restore_output(runner_class: type[Any], output_of: Callable[[Any], Any]) -> 
             del batch.add_request  # the object's attribute, which hides its class's method
 
     wrap_call(runner_class, "_update_states", update)
+
+
+def _draw_again(runner: GPUModelRunner, cached: Any) -> None:
+    """Set the generators of resumed requests to their states after the output that counts."""
+    if not cached.resumed_req_ids:
+        return
+    for name, num_tokens in zip(cached.req_ids, cached.num_output_tokens, strict=True):
+        state = runner.requests[name]
+        if name in cached.resumed_req_ids and state.generator is not None:
+            assert state.sampling_params is not None
+            state.generator.manual_seed(state.sampling_params.seed)
+            advance(state.generator, num_tokens, runner.input_batch.vocab_size)
 
 
 def advance(generator: torch.Generator, num_draws: int, vocab_size: int) -> None:
@@ -367,49 +371,6 @@ def rewind_discarded_draws(runner_class: type[Any]) -> None:
         return call(runner, *args, **kwargs)
 
     wrap_call(runner_class, "_sample", sample)
-
-
-def rewind_failed_loads(runner_class: type[Any], lost_blocks: Callable[[], Set[int]]) -> None:
-    """Make a model runner undo the draws of requests whose KV could not be loaded.
-
-    Such requests are computed again, and their tokens of this step, and of one that was planned
-    before the loss was known, do not count. vLLM leaves their generators after these draws: a seed
-    would give other tokens from there on.
-
-    Args:
-        lost_blocks: Function that returns the blocks lost in both steps; called if the runner has a
-            connector.
-    """
-
-    def sample(call: Call, runner: GPUModelRunner, *args: Any, **kwargs: Any) -> Any:
-        generators = runner.input_batch.generators
-        rows = _rows_of_failed_loads(runner, lost_blocks)
-        before = {row: generators[row].get_state() for row in rows}
-        done = call(runner, *args, **kwargs)
-        for row, state in before.items():
-            generators[row].set_state(state)
-        return done
-
-    wrap_call(runner_class, "_sample", sample)
-
-
-def _rows_of_failed_loads(runner: GPUModelRunner, lost_blocks: Callable[[], Set[int]]) -> list[int]:
-    """Return the rows with a generator that hold a block which could not be loaded.
-
-    Rows whose draw vLLM undoes by itself, since their prompt goes on, are left out.
-    """
-    batch, output = runner.input_batch, runner.kv_connector_output
-    if output is None or not batch.generators:
-        return []
-    lost = output.invalid_block_ids | lost_blocks()
-    block_tokens, found = runner.cache_config.block_size, []
-    for row in batch.generators if lost else ():
-        request = runner.requests[batch.req_ids[row]]
-        num_blocks = -(-request.num_computed_tokens // block_tokens)
-        is_discarded = runner.discard_request_mask.np[row]
-        if not is_discarded and not lost.isdisjoint(request.block_ids[0][:num_blocks]):
-            found.append(row)
-    return found
 
 
 def _remember(runner: GPUModelRunner) -> None:

@@ -120,8 +120,6 @@ class StoreConnectorWorker:
 
     Attributes:
         part: See ``RankShare``.
-        lost_blocks: Engine's blocks whose fetch failed in the step under way, or in one whose
-            failures were not known when this one was planned.
         modelled: Modelled times of the step under way, reported and counted in place of the
             measured ones; None where time is not modelled.
     """
@@ -139,7 +137,6 @@ class StoreConnectorWorker:
         self._page_bytes = 0
         self._step = RunningStep.of(StepPlan(), 0.0)
         self._failed_blocks: set[int] = set()
-        self.lost_blocks: set[int] = set()
         self._last_failed_step = 0
         self._is_abandoned = False
         self.stats = ConnectorCounters()
@@ -176,8 +173,6 @@ class StoreConnectorWorker:
 
     def begin_step(self, plan: StepPlan) -> None:
         self._step = RunningStep.of(plan, time.perf_counter())
-        if plan.settled >= self._last_failed_step:
-            self.lost_blocks.clear()
         if self._client.let_go_if_lost() and self._copier is not None:
             self._copier.close()
 
@@ -312,7 +307,6 @@ class StoreConnectorWorker:
         if lost:
             logger.warning("%d KV blocks went away with the store: computed again", len(lost))
             self._failed_blocks |= lost
-            self.lost_blocks |= lost
             self._last_failed_step = self._step.plan.step
             self.stats.add(lost_blocks=len(lost))
         return visible
