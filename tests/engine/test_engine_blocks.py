@@ -60,6 +60,8 @@ def config(ranks: int = 1) -> Any:
         quantization=None,
         hf_overrides={},
         multimodal_config=None,
+        config_format="auto",
+        hf_config_path=None,
         max_model_len=512,
         hf_text_config=SimpleNamespace(),
     )

@@ -29,6 +29,8 @@ def described(model: Path | str, load_format: str = "auto", **given: Any) -> str
         "quantization": None,
         "hf_overrides": {},
         "multimodal_config": None,
+        "config_format": "auto",
+        "hf_config_path": None,
     }
     config |= {"max_model_len": 4096, "hf_text_config": SimpleNamespace()}
     return describe_weights(SimpleNamespace(**{**config, **given}), load_format)
@@ -68,11 +70,18 @@ def see_otherwise(model: Path) -> None:
     (model / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.5, 0.5]}')
 
 
+def stretch_as_mistral_does(model: Path) -> None:
+    (model / "params.json").write_text('{"rope_theta": 1e5}')
+
+
 def rename(model: Path) -> None:
     (model / "model-2.safetensors").rename(model / "model-3.safetensors")
 
 
-@pytest.mark.parametrize("change", [train, train_the_rest, stretch, see_otherwise, rename])
+@pytest.mark.parametrize(
+    "change",
+    [train, train_the_rest, stretch, stretch_as_mistral_does, see_otherwise, rename],
+)
 def test_a_model_whose_files_were_replaced_is_another(
     folder: Path, change: Callable[[Path], None]
 ) -> None:
@@ -118,6 +127,16 @@ def test_a_header_that_makes_no_sense_is_no_header(folder: Path, header: bytes) 
     assert len(described(folder)) == 32
 
 
+def test_a_config_elsewhere_makes_another_model(folder: Path, tmp_path: Path) -> None:
+    configs = [tmp_path / name for name in ("one", "same", "other")]
+    for place, theta in zip(configs, ("1e4", "1e4", "1e5"), strict=True):
+        place.mkdir()
+        (place / "config.json").write_text(f'{{"rope_theta": {theta}}}')
+    one, same, other = (described(folder, hf_config_path=str(place)) for place in configs)
+    assert one == same
+    assert len({described(folder), one, other}) == 3
+
+
 def media(**given: Any) -> SimpleNamespace:
     return SimpleNamespace(**{"mm_processor_kwargs": None, "media_io_kwargs": {}, **given})
 
@@ -129,6 +148,7 @@ def test_options_that_change_what_is_computed_make_another_model(folder: Path) -
         described(folder, quantization="fp8"),
         described(folder, hf_overrides={"rope_scaling": {"factor": 2.0}}),
         described(folder, hf_overrides=stretch),
+        described(folder, config_format="mistral"),
         described(folder, multimodal_config=media()),
         described(folder, multimodal_config=media(mm_processor_kwargs={"do_center_crop": False})),
         described(folder, multimodal_config=media(media_io_kwargs={"video": {"num_frames": 8}})),

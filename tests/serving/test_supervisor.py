@@ -77,6 +77,7 @@ async def test_an_engine_that_ends_before_it_is_connected_is_not_waited_for(
         return process.pid
 
     monkeypatch.setattr(instances, "startup_handshake", at_once)
+    monkeypatch.setattr(instances, "weights_of", lambda _: "w")
     made = instance(tmp_path, connect)
     made._launcher = SimpleNamespace(
         start=launched,
@@ -91,8 +92,8 @@ async def test_an_engine_that_ends_before_it_is_connected_is_not_waited_for(
     made.kill()  # its process id is no longer its own
 
 
-@pytest.mark.parametrize("awaited", ["weights", "budget"])
-async def test_one_that_is_given_up_while_it_connects_does_not_serve(
+@pytest.mark.parametrize("awaited", ["weights", "budget", "nothing"])
+async def test_one_that_is_given_up_or_loads_other_files_does_not_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, awaited: str
 ) -> None:
     llm: Any = SimpleNamespace(
@@ -111,6 +112,7 @@ async def test_one_that_is_given_up_while_it_connects_does_not_serve(
     )
     made = instance(tmp_path, lambda _: llm)
     reached, may_go_on = asyncio.Event(), asyncio.Event()
+    found = ["w", "other" if awaited == "nothing" else "w"]
 
     async def wait(*_: object) -> None:
         reached.set()
@@ -119,7 +121,7 @@ async def test_one_that_is_given_up_while_it_connects_does_not_serve(
     async def at_once(*_: object) -> None: ...
 
     async def thread(work: Callable[[], object]) -> object:
-        if awaited == "weights":
+        if awaited == "weights" and len(found) == 1:
             await wait()
         return work()
 
@@ -131,7 +133,7 @@ async def test_one_that_is_given_up_while_it_connects_does_not_serve(
         return llm
 
     monkeypatch.setattr(instances.processes, "in_daemon_thread", thread)
-    monkeypatch.setattr(instances, "weights_of", lambda _: "w")
+    monkeypatch.setattr(instances, "weights_of", lambda _: found.pop(0))
     made._launcher = SimpleNamespace(
         start=launched,
         turn_to_start=made._launcher.turn_to_start,
@@ -142,6 +144,10 @@ async def test_one_that_is_given_up_while_it_connects_does_not_serve(
     made.settings = EngineSettings(made.settings.config, made.settings.budgets)
     made.take_budget = wait if awaited == "budget" else at_once
     starting = asyncio.create_task(made.start(1.0))
+    if awaited == "nothing":
+        with pytest.raises(InstanceDeadError, match="model changed while it loaded them"):
+            await starting
+        return
     await asyncio.wait_for(reached.wait(), 60)
     made.mark_dead()
     may_go_on.set()

@@ -22,6 +22,7 @@ _MAX_HEADER_BYTES = 100 * 10**6
 _CONFIGS = {
     "adapter_config.json",
     "config.json",
+    "params.json",
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",

@@ -54,9 +54,12 @@ def describe_weights(model_config: Any, load_format: str) -> str:
         "overrides": overrides,
         "dummy": load_format == "dummy",
         "length": _length(model_config),
+        "config": model_config.config_format,
     }
     digest = xxhash.xxh3_128(msgspec.json.encode(said, order="sorted", enc_hook=str))
-    add_files(digest, _local(str(model_config.model), model_config.revision, "config.json"))
+    for name in filter(None, (model_config.model, model_config.hf_config_path)):
+        folder = _local(str(name), model_config.revision, "config.json", "params.json")
+        add_files(digest, folder)
     return digest.hexdigest()
 
 
@@ -81,11 +84,11 @@ def _length(model_config: Any) -> int | None:
     return int(model_config.max_model_len) if "long_factor" in rope else None
 
 
-def _local(model: str, revision: str | None, config: str) -> Path:
-    """Return the path of a model's files: ``model``, or the hub's snapshot with ``config``."""
+def _local(model: str, revision: str | None, *configs: str) -> Path:
+    """Return the path of a model's files: ``model``, or the hub's snapshot with a config."""
     # Not every name is a valid name of the hub: it may be the URL of a bucket, for instance.
     with suppress(HFValidationError):
-        if not Path(model).exists():
+        for config in () if Path(model).exists() else configs:
             cached = try_to_load_from_cache(model, config, revision=revision)
             if isinstance(cached, str):
                 return Path(cached).parent

@@ -151,8 +151,9 @@ class Instance:
                 paused as the others are: a paused engine could not prove anything.
 
         Raises:
-            InstanceDeadError: The engine core ended, the instance was given up meanwhile, or the
-                engine core was not ready within ``timeout_s`` seconds.
+            InstanceDeadError: The engine core ended, the instance was given up meanwhile, the
+                model's files changed, or the engine core was not ready within ``timeout_s``
+                seconds.
         """
         self.state = State.STARTING
         self.incarnation += 1
@@ -165,7 +166,10 @@ class Instance:
             handshake.bind(addresses["handshake"])
             argv = self.vllm_argv
             order = StartEngine(self.id, addresses["handshake"], str(self.log_path), argv)
+            config = self.engine_config
             async with self._launcher.turn_to_start(self.id):
+                # Files may have been replaced since an engine with the same settings was started.
+                weights = await processes.in_daemon_thread(lambda: weights_of(config))
                 self.pid = await self._launcher.start(order)
                 shaken = asyncio.create_task(startup_handshake(handshake, there))
                 await self._unless_ended(shaken, timeout_s)
@@ -175,10 +179,10 @@ class Instance:
         # vLLM would wait ten minutes for an engine that has ended.
         connecting = processes.in_daemon_thread(lambda: self._connect(addresses))
         self.llm = await self._unless_ended(connecting)
-        # Files may have been replaced since an engine with the same settings was started.
-        config = self.engine_config
-        weights = await processes.in_daemon_thread(lambda: weights_of(config))
+        found = await processes.in_daemon_thread(lambda: weights_of(config))
         self._check_is_wanted()
+        if found != weights:
+            raise InstanceDeadError(f"the files of {self.id}'s model changed while it loaded them")
         self.settings = dataclasses.replace(self.settings, weights=weights)
         compat.start_output_handler(self.llm)
         cache = self.llm.vllm_config.cache_config
