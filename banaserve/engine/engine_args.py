@@ -265,7 +265,7 @@ def refuse_taken(args: Namespace, config: ServeConfig, model: str) -> None:
         if is_given(_given(args, option)):
             _refuse(option, advice)
     if tag := _given(args, "model_tag"):
-        raise UserError(f"{tag}: name the model first, banaserve serve {tag}, or with --model")
+        raise UserError(f"{tag} is left over: name one model, first or with --model")
     for option, value in (("--model", model), ("--host", config.host), ("--port", config.port)):
         if _given(args, option) != value:
             _refuse(option, _BEFORE)

@@ -504,7 +504,7 @@ OTHER_CONNECTOR = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
         (["--port", "9"], "--port cannot go to vLLM: give it before --"),
         (["--model", "other"], "--model cannot go to vLLM"),
         (["--uds", "/s"], "API server"),
-        (["some/model"], "some/model: name the model first, banaserve serve some/model"),
+        (["some/model"], "some/model is left over: name one model, first"),
         (["--data-parallel-size", "2"], "more instances"),
         (["--mm-processor-cache-gb", "4"], "leave it out"),
         (["--kv-transfer-config", OTHER_CONNECTOR], "banaserve's store"),
