@@ -16,6 +16,7 @@ import pytest
 from banaserve_route.balancer.balancer import Balancer
 from banaserve_route.balancer.config import HealthSettings, LimitSettings
 from banaserve_route.balancer.http import client_connection
+from connection_invariants import check_connections
 from counters import counted
 from slow_reading import reads_some, served_end
 
@@ -75,7 +76,7 @@ async def known_stream(house, **limits):
     streams.may_go_on.set()
     body = b"".join([chunk async for chunk in caller.chunks()])
     assert body == b"".join(b"data: %d\n\n" % number for number in range(NUM_EVENTS))
-    balancer.connections.check()
+    check_connections(balancer.connections)
 
 
 async def is_closed(caller):
