@@ -43,19 +43,6 @@ def _no_peer_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def two(
-    tmp_path: Path, stack: ExitStack, request: pytest.FixtureRequest
-) -> tuple[PeerStore, PeerStore]:
-    """A store that has blocks, and one that fetches them; neither is started.
-
-    A parameter is what starts them.
-    """
-    how = {"start": request.param} if hasattr(request, "param") else {}
-    there, here = (PeerStore(tmp_path, stack, name, **how) for name in ("there", "here"))
-    return there, here
-
-
-@pytest.fixture
 def linked(two: tuple[PeerStore, PeerStore]) -> tuple[PeerStore, PeerStore]:
     there, here = two
     there.start()

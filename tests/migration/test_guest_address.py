@@ -57,7 +57,7 @@ class EarlierStart(Start):
     """A start that listens, and to which nobody comes; the time of its wait is over when told.
 
     Attributes:
-        socket_file: What tells its socket from others at the path.
+        socket_file: Identity of the file of its socket, which differs from those of later starts.
     """
 
     def __init__(self, address: GuestAddress, patch: pytest.MonkeyPatch) -> None:

@@ -370,7 +370,7 @@ class Cell:
         dead.forget_prompts()
         dead.is_dirty = True
         self._num_returning += back_after_s is not None
-        for request in lost:
+        for request in sorted(lost, key=lambda request: request.id):
             request.uncounted_tokens = 0
             self._restart(request)
         if back_after_s is not None:

@@ -197,8 +197,8 @@ class Rig:
         """Start a guest and attach it; returns its id.
 
         Args:
-            stall_s: How long it may stand still; None: longer than on a busy machine, see
-                ``wait_no_longer``.
+            stall_s: Seconds for which the guest may stand still; None for more than a busy machine
+                takes, until ``wait_no_longer``.
             transport: By which KV travels; with any but that of one machine messages go over TCP.
         """
         from banaserve.migration.rpc.messages import GuestAddress
